@@ -112,13 +112,13 @@ docs: .venv/installed
 docs-serve: .venv/installed
 	$(MKDOCS) serve
 
-# Not here: partial_routing, selective_routing and expert_placement need a trace that is not part of the
-# repository; partial_quality, partial_covers, selective_quality, lossy_state and expert_slots train for long, and keep
-# their runs in a folder to be named; verdicts strikes nodes for an hour; bridge_recovery runs in .venv/bridge.
-BENCHMARKS := layouts stall storage convert recovery_time planning scale agreement sparse_schedule router_load partial_sizes \
-    partial_overhead sparse_overhead sparse_recovery local_recovery boundary_log breakpoint kernels \
-    other_layout object_store kernel_code streams touch job_store many_ranks paper_tables gradient_replicas replica_sources simulator_vs_measured \
-    report_speed spare_nodes elastic_nodes played_roles replica_regions parity_speed corruption_checks
+# Not here: papers.routing and papers.expert_placement need a trace that is not part of the repository; papers.quality
+# and papers.expert_slots train for long, and keep their runs in a folder to be named; verdicts strikes nodes for an
+# hour; bridge_recovery runs in .venv/bridge.
+BENCHMARKS := stall storage convert recovery_time planning scale agreement local_recovery flag_costs \
+    kernels object_store kernel_code streams gradient_replicas replica_sources \
+    simulator_vs_measured report_speed spare_nodes elastic_nodes played_roles parity_speed \
+    corruption_checks papers.sparse_schedule papers.overhead papers.tables
 
 bench: .venv/installed
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name; done

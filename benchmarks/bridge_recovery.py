@@ -15,16 +15,14 @@ keep     the same under `moe_ft keep`, which has imported Bridge once, with --mo
 repair   the same with --moe-ft-repair auto: the dead rank is replaced in place
 """
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from benchmarks.conditions import conditions
-from benchmarks.output import markdown_table, parse_options, show, spread
-from benchmarks.torchrun import run_under_torchrun
+from benchmarks.jobs import run_under_torchrun
+from benchmarks.output import conditions, markdown_table, read_options, show, spread
 
 KINDS = ("bridge", "restart", "keep", "repair")
 _NUM_RANKS = 2
@@ -87,10 +85,7 @@ def _entry(line: str) -> tuple[float, int]:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run the jobs of all kinds and print their table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--kills", type=int, default=3, help="of each job (default 3)")
-    options = parse_options(parser, words, kills=1)
+    options = read_options(words, kinds=(list(KINDS),), kills=(3, 1, "of each job"))
     about = conditions(
         f"{_NUM_RANKS} ranks, median (range) of {options.kills} kills. "
         f"megatron-bridge {version('megatron-bridge')}."

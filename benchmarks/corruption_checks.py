@@ -3,9 +3,7 @@
     python -m benchmarks.corruption_checks [--pairs N] [--iterations N] [--flips N] [--clean N]
         [--parts cost flips clean] [--quick] [--output FILE.md]
 
-cost    jobs with and without a check take turns. The estimate is one forward and backward pass in N
-        iterations, which are all of an iteration at most; that of weights is a pass over the state. Overhead
-        is the median over pairs of the quotient of their mean iterations.
+cost    jobs with and without a check take turns, as in flag_costs.py
 flips   one bit flips on a rank in three: in a job without a check, in one that repeats every second
         iteration, and in one that compares weights every second iteration. "in the end" is whether the state
         of the job without a check ended with other bits: what would have been saved
@@ -13,17 +11,14 @@ clean   iterations of runs of the covering array (tests/covering_array.txt), wit
         both ways, and how many of their runs were ended by a check
 """
 
-import argparse
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import mean
 
-from benchmarks.conditions import ranks_on_cpu, versions
-from benchmarks.output import markdown_table, parse_options, show
-from benchmarks.paired_jobs import COST_HEADERS, cost_columns, in_turns, iteration_times
-from benchmarks.sparse_jobs import Changes, JobFolder, write_data
+from benchmarks.flag_costs import FLAGS, HEADERS, cost_rows
+from benchmarks.jobs import DEADLINE_S, data_folder
+from benchmarks.output import conditions, markdown_table, read_options, show
 from moe_ft.loop.refusing import EXIT_CORRUPTION
 from tests.covering_array import Case, case_of, runs
 from tests.demo_model import event_flags, model_flags
@@ -32,39 +27,10 @@ from tests.harness import digests, events, run_training
 from tests.references import Place, References
 
 _ITERATIONS, _WEIGHTS = "--moe-ft-check-iterations", "--moe-ft-check-weights"
-# By name: the flags, and the estimate in iterations.
-_CHECKS = {
-    "each iteration": ((_ITERATIONS, "1"), "up to 100%"),
-    "every 4th iteration": ((_ITERATIONS, "4"), "up to 25%"),
-    "weights, each iteration": ((_WEIGHTS, "1"), "-"),
-    "weights, every 4th": ((_WEIGHTS, "4"), "-"),
-}
-_MODEL: Changes = {
-    "hidden_size": 256,
-    "moe_ffn_hidden_size": 512,
-    "seq_length": 64,
-    "max_position_embeddings": 64,
-}
-_FOUR = 4  # iterations are measured in whole periods of every check
 _NUM_RANKS = 3
 _EVERY = 2
 _TARGETS = ("weights", "gradients", "activation", "moment")
 _BITS = {"weights": (6, 0), "gradients": (22, 0), "activation": (6, 0), "moment": (22, 0)}
-_DEADLINE_S = 600.0
-
-
-def cost(pairs: int, num_iterations: int, folder: Path) -> str:
-    """Return the table of what checks cost to two ranks."""
-    data, rows = write_data(folder), []
-    for name, (flags, estimate) in _CHECKS.items():
-
-        def train(job: JobFolder, has_flag: bool, flags: Sequence[str] = flags) -> float:
-            given = [*data, *(flags if has_flag else ())]
-            times = iteration_times(job, _MODEL, 2, num_iterations, given)
-            return mean(times[: len(times) // _FOUR * _FOUR])
-
-        rows.append((name, estimate, *cost_columns(*in_turns(folder, pairs, train))))
-    return markdown_table(rows, ("check", "estimate", *COST_HEADERS))
 
 
 def flips(num_flips: int, folder: Path) -> str:
@@ -95,7 +61,7 @@ def _flip(flags: Sequence[str], fault: str, check: Sequence[str], folder: Path) 
     """Run a job with a fault, and return its event log."""
     place = Path(tempfile.mkdtemp(dir=folder))
     words = [*flags, *event_flags(place / "events"), "--moe-ft-inject-fault", fault, *check]
-    result = run_training(words, _NUM_RANKS, log_dir=place, deadline_s=_DEADLINE_S)
+    result = run_training(words, _NUM_RANKS, log_dir=place, deadline_s=DEADLINE_S)
     assert {*result.exit_codes} == {0} or EXIT_CORRUPTION in result.exit_codes, result.output(0)
     return place / "events"
 
@@ -122,11 +88,11 @@ def clean_cases() -> Iterator[Case]:
             yield case
 
 
-def clean(num_iterations: int, folder: Path) -> str:
+def clean(num_iterations: int, data: Sequence[str], folder: Path) -> str:
     """Return the table of runs without faults, until so many iterations were checked."""
     counts: dict[str, list[int]] = {}
-    data = [*write_data(folder), "--split", "90,5,5"]  # some evaluate
-    place = Place(data, folder, folder, References(folder / "references"))
+    with_splits = [*data, "--split", "90,5,5"]  # some evaluate
+    place = Place(with_splits, folder, folder, References(folder / "references"))
     cases = [*clean_cases()]
     each = max(8, -(-num_iterations // len(cases)))
     for case in cases:
@@ -141,7 +107,7 @@ def clean(num_iterations: int, folder: Path) -> str:
         ]
         if "--train-iters" in words:
             words[words.index("--train-iters") + 1] = str(each)
-        result = run_training(words, case.world_size, log_dir=log, deadline_s=_DEADLINE_S)
+        result = run_training(words, case.world_size, log_dir=log, deadline_s=DEADLINE_S)
         count = counts.setdefault(case.layout, [0, 0, 0])
         count[0] += 1
         count[1] += len({line["iteration"] for line in events(log / "events", 0, "iteration")})
@@ -156,19 +122,20 @@ def clean(num_iterations: int, folder: Path) -> str:
 
 def main() -> None:
     """Measure, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=19)
-    parser.add_argument("--flips", type=int, default=3, help="of each target and bit")
-    parser.add_argument("--clean", type=int, default=10_000, help="iterations without a fault")
-    parser.add_argument("--parts", nargs="+", default=["cost", "flips", "clean"])
-    options = parse_options(parser, pairs=1, iterations=7, flips=1, clean=8)
-    parts = [f"{ranks_on_cpu()}. {versions()}."]
-    with tempfile.TemporaryDirectory(prefix="corruption_") as name:
+    options = read_options(
+        pairs=(3, 1),
+        iterations=(19, 7, "of each job that is timed"),
+        flips=(3, 1, "of each target and bit"),
+        clean=(10_000, 8, "iterations without a fault"),
+        parts=(["cost", "flips", "clean"],),
+    )
+    parts = [conditions(f"{options.pairs} pairs of {options.iterations} iterations.")]
+    with data_folder() as (folder, data):
+        given = FLAGS["checks"], data, folder, options.pairs, options.iterations
         measured = {
-            "cost": lambda: cost(options.pairs, options.iterations, Path(name)),
-            "flips": lambda: flips(options.flips, Path(name)),
-            "clean": lambda: clean(options.clean, Path(name)),
+            "cost": lambda: markdown_table(cost_rows(*given), HEADERS),
+            "flips": lambda: flips(options.flips, folder),
+            "clean": lambda: clean(options.clean, data, folder),
         }
         for part in options.parts:
             parts.append(measured[part]())

@@ -18,31 +18,25 @@ Seconds are from the end of the last iteration before to the end of the first on
 
 import argparse
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.conditions import conditions
-from benchmarks.event_logs import check_not_degraded
-from benchmarks.output import markdown_table, parse_options, show, spread
-from benchmarks.sparse_jobs import JobFolder, job_folder, write_data
-from moe_ft.events import event_path
-from tests.demo_model import event_flags, model_flags
+from benchmarks.jobs import SCRIPT, JobFolder, data_folder, job_folder
+from benchmarks.output import conditions, markdown_table, read_options, show, spread
+from benchmarks.recoveries import check_not_degraded
 from tests.harness import events
 from tests.kept_nodes import KeptNodes
 from tests.nodes import Nodes
 from tests.relayouts import ANY
-from tests.waiting import wait_for
 
 KINDS = ("keep", "wait", "torchrun")
-_SCRIPT, _NUM_NODES, _FEWEST = "pretrain_gpt_moe.py", 4, 3
+_NUM_NODES, _FEWEST = 4, 3
 _NAMES = [f"node{number}" for number in range(_NUM_NODES)]
 _WARM_ITERATIONS = 8  # between a change and the next
 _ENDLESS = 100_000  # iterations: the job ends with its last loss
-_DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,20 +57,20 @@ def run(
         with nodes:
             for number in range(_NUM_NODES):
                 start(number)
-            _wait_for(place, 0.0, _NUM_NODES)
+            place.wait_for_iterations(_NUM_NODES, 0.0, _WARM_ITERATIONS)
             for _ in range(options.repeats):
                 lost_s = time.time()
                 nodes.kill(_NAMES[last])
                 if kind == "wait":
                     time.sleep(options.back_after)
                     start(last)
-                    _wait_for(place, lost_s + 1, _NUM_NODES)
+                    place.wait_for_iterations(_NUM_NODES, lost_s + 1, _WARM_ITERATIONS)
                     yield Change(lost_s=_longest(place, lost_s), back_s=None)
                 else:
-                    _wait_for(place, lost_s + 1, _FEWEST)
+                    place.wait_for_iterations(_FEWEST, lost_s + 1, _WARM_ITERATIONS)
                     pause_s, back_s = _longest(place, lost_s), time.time()
                     start(last)
-                    _wait_for(place, back_s, _NUM_NODES)
+                    place.wait_for_iterations(_NUM_NODES, back_s, _WARM_ITERATIONS)
                     yield Change(lost_s=pause_s, back_s=_longest(place, back_s))
         _check(kind, place, options.repeats)
 
@@ -85,12 +79,9 @@ def _job(
     kind: str, place: JobFolder, data: Sequence[str]
 ) -> tuple["KeptNodes | Nodes", Callable[[int], None]]:
     """Return the nodes of a job, and what starts one of them by its number."""
-    words = [
-        *(_SCRIPT, *model_flags(train_iters=_ENDLESS, calculate_per_token_loss=True)),
-        *(*data, *event_flags(place.events), "--moe-ft-strategy", "dense"),
-        *("--moe-ft-memory-dir", str(place.memory), "--moe-ft-job-id", "benchmark"),
-        *(("--moe-ft-without-spare", "wait") if kind == "wait" else ("--moe-ft-elastic", *ANY)),
-    ]
+    answer = ("--moe-ft-without-spare", "wait") if kind == "wait" else ("--moe-ft-elastic", *ANY)
+    changes = {"train_iters": _ENDLESS, "calculate_per_token_loss": True}
+    words = [SCRIPT, *place.words(data, {}, ("--moe-ft-strategy", "dense", *answer), changes)]
     fewest = None if kind == "wait" else _FEWEST
     if kind == "torchrun":
         agents = Nodes(
@@ -115,29 +106,9 @@ def _job(
     return kept, lambda number: kept.start(_NAMES[number], first=number)
 
 
-def _times(place: JobFolder, rank: int, since_s: float) -> list[float]:
-    """Return when a rank has ended iterations since a time."""
-    if not event_path(place.events, rank).exists():
-        return []
-    ends = [each["time"] for each in events(place.events, rank, "iteration")]
-    return [each for each in ends if each > since_s]
-
-
-def _wait_for(place: JobFolder, since_s: float, num_ranks: int) -> None:
-    """Wait until ranks have ended some iterations since a time."""
-    wait_for(
-        lambda: (
-            min(len(_times(place, rank, since_s)) for rank in range(num_ranks)) >= _WARM_ITERATIONS
-        ),
-        f"{_WARM_ITERATIONS} iterations of {num_ranks} ranks",
-        _DEADLINE_S,
-        poll_s=0.5,
-    )
-
-
 def _longest(place: JobFolder, since_s: float) -> float:
     """Return the longest time from the end of an iteration to that of the next, the first before a time."""
-    ends = _times(place, 0, 0.0)
+    ends: list[float] = [each["time"] for each in place.logged(0, "iteration")]
     return max(after - before for before, after in pairwise(ends) if after > since_s)
 
 
@@ -164,17 +135,16 @@ def rows(found: dict[str, list[Change]]) -> Iterator[tuple[str, str, str]]:
 
 def main() -> None:
     """Lose a node again and again, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--repeats", type=int, default=3, help="losses of a kind")
-    parser.add_argument("--back-after", type=int, default=30, metavar="SECONDS", help="of `wait`")
-    options = parse_options(parser, None, kinds=["keep"], repeats=1)
+    options = read_options(
+        kinds=(list(KINDS), ["keep"]),
+        repeats=(3, 1, "losses of a kind"),
+        back_after=(30, 30, "seconds; of `wait`"),
+    )
     found = {}
-    with tempfile.TemporaryDirectory(prefix="elastic_nodes_") as name:
-        data = write_data(Path(name))
+    with data_folder() as (folder, data):
         for kind in options.kinds:
             print(kind, file=sys.stderr, flush=True)
-            found[kind] = list(run(kind, data, Path(name), options))
+            found[kind] = list(run(kind, data, folder, options))
     text = f"Median (range) of {options.repeats}; --back-after {options.back_after}."
     headers = ("kind", "a node is lost, s", "it is back, s")
     show([conditions(text), markdown_table(rows(found), headers)], options.output)

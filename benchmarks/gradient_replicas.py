@@ -1,86 +1,125 @@
-"""Replicas by gradients: bytes to peers, and what training pays.
+"""Replicas: bytes to peers as state and as gradients, host memory, and what training pays.
 
-    python -m benchmarks.gradient_replicas [--rounds N] [--iterations N] [--quick]
+    python -m benchmarks.gradient_replicas [--parts NAME ...] [--rounds N] [--iterations N] [--quick]
         [--output FILE.md]
 
-Two ranks on two nodes of one machine train a small model, dense, with a snapshot in every iteration that goes
-to the other node: as state, as gradients that are reduced in fp32, and as such that are reduced in bf16. The
-jobs take turns, round after round. Bytes are what a rank sent to its peer in an iteration; "send" is the time
-until the peer has committed the replica; "stall" how long checkpoints held an iteration up, with the copy of
-the gradients. Over iterations and rounds: median (range) of the medians of jobs.
+Each rank is on a node of its own, all on one machine, and trains a small model with a snapshot in every
+iteration that goes to other nodes. The jobs of a part take turns, round after round:
+
+sent        two ranks, dense: as state, as gradients that are reduced in fp32, and as such in bf16
+strategies  two ranks: all strategies, as state and as gradients
+regions     four ranks, dense, with two replicas: one region at each peer and two
+
+"sent" is what a rank sent to its peers in an iteration, "followed" how many units of it as gradients; "send"
+the time until a peer has committed the replica; "stall" how long checkpoints held an iteration up, with the
+copy of the gradients; "as state" the share of replicas that had state, "complete" that of iterations of which
+a snapshot was taken. "memory" are the bytes of a rank's own store and of the replicas that it keeps, also for
+each parameter that it saves, "process" the largest resident set of a rank, in which these are mapped. Of jobs
+their medians over iterations; median (range) of the rounds.
 
 What a peer's processor pays is in benchmarks/replica_sources.py.
-
-The second table has all strategies, as in the first one. "memory" are the bytes of a rank's own store and of
-the replica that it keeps, "process" the largest resident set of a rank, in which these are mapped.
 """
 
-import argparse
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
 import psutil
 
-from benchmarks.conditions import conditions
-from benchmarks.output import markdown_table, parse_options, show, spread
+from benchmarks.output import conditions, markdown_table, read_options, show, spread
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events, run_training
-from tests.jobs import NUM_RANKS, TWO_NODES
 
 _WARM_UP = 4  # iterations
-_STATE, _FP32, _BF16 = "state", "gradients in fp32", "gradients in bf16"
-_JOBS = {_STATE: ("state", False), _FP32: ("gradients", False), _BF16: ("gradients", True)}
+_STATE_BYTES = 12  # of a parameter: its master and two moments
 _INTERVAL = ("--moe-ft-interval", "1")
+_DENSE = ("--moe-ft-strategy", "dense", *_INTERVAL)
+_FOLLOWED = ("--moe-ft-replicate", "gradients")
 _STRATEGIES = {
-    "dense": ("--moe-ft-strategy", "dense", *_INTERVAL),
+    "dense": _DENSE,
     "partial": ("--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "1", *_INTERVAL),
     "sparse": ("--moe-ft-strategy", "sparse", "--moe-ft-window", "3"),
     "selective": ("--moe-ft-strategy", "selective", *_INTERVAL),
 }
-_COMMAND = "python -m benchmarks.gradient_replicas"
+# By part: ranks, and flags by job.
+PARTS: dict[str, tuple[int, Mapping[str, tuple[str, ...]]]] = {
+    "sent": (
+        2,
+        {
+            "state": _DENSE,
+            "gradients in fp32": (*_DENSE, *_FOLLOWED),
+            "gradients in bf16": (*_DENSE, *_FOLLOWED, "--grad-reduce-in-bf16"),
+        },
+    ),
+    "strategies": (
+        2,
+        {
+            f"{name}, {sent}": (*flags, *(_FOLLOWED if sent == "gradients" else ()))
+            for name, flags in _STRATEGIES.items()
+            for sent in ("state", "gradients")
+            if (name, sent) != ("sparse", "gradients")
+        },
+    ),
+    "regions": (
+        4,
+        {
+            f"{count} at each peer": (*_DENSE, "--moe-ft-replica-regions", count)
+            for count in ("1", "2")
+        },
+    ),
+}
+HEADERS = {
+    "sent": "sent, MB",
+    "followed": "followed",
+    "send": "send, ms",
+    "stall": "stall, ms",
+    "iteration": "iteration, ms",
+    "state": "as state, %",
+    "complete": "complete, %",
+    "memory": "memory, MB",
+    "per_parameter": "bytes per parameter",
+    "process": "process, MB",
+}
 
 
-def train(
-    name: str, num_iterations: int, folder: Path, strategy: Sequence[str] = _STRATEGIES["dense"]
-) -> dict[str, float]:
-    """Train once; return bytes, seconds and stall of an iteration, medians of all, and host memory."""
-    what, is_reduced_in_bf16 = _JOBS[name]
-    model = {
-        "train_iters": num_iterations,
-        "hidden_size": 128,
-        "moe_ffn_hidden_size": 256,
-        "mock_data": True,
-        "grad_reduce_in_bf16": is_reduced_in_bf16,
-    }
-    flags = [
-        *(*model_flags(**model), *layout_flags({"ep": 2}), *event_flags(folder / "events")),
-        *(*strategy, "--moe-ft-job-id", "bench"),
-        *("--moe-ft-memory-dir", str(folder / "memory"), "--moe-ft-replicate", what),
-    ]
-    with watched(folder / "memory") as seen:
-        run_training(flags, NUM_RANKS, log_dir=folder / "log", nodes=TWO_NODES).check()
-    sent, ended = (
-        [
-            line
-            for rank in range(NUM_RANKS)
-            for line in events(folder / "events", rank, event)
-            if line["iteration"] > _WARM_UP
+def train(flags: tuple[str, ...], num_ranks: int, num_iterations: int) -> dict[str, float]:
+    """Train once; return what the columns of the tables show."""
+    sizes = {"train_iters": num_iterations, "hidden_size": 128, "moe_ffn_hidden_size": 256}
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        folder, ranks = Path(name), range(num_ranks)
+        words = [
+            *(*model_flags(**sizes, mock_data=True), *layout_flags({"ep": 2}), *flags),
+            *(*event_flags(folder / "events"), "--moe-ft-job-id", "bench"),
+            *("--moe-ft-memory-dir", str(folder / "memory")),
         ]
-        for event in ("replicate", "iteration")
-    )
+        with watched(folder / "memory") as seen:
+            nodes = [f"node{rank}" for rank in ranks]
+            run_training(words, num_ranks, log_dir=folder / "log", nodes=nodes).check()
+        taken, sent, ended = (
+            [
+                line
+                for rank in ranks
+                for line in events(folder / "events", rank, kind)
+                if line["iteration"] > _WARM_UP
+            ]
+            for kind in ("snapshot", "replicate", "iteration")
+        )
+    saved_bytes = median(line["bytes"] for line in taken)
     return {
-        "bytes": median(line["bytes"] for line in sent),
+        "sent": median(line["bytes"] for line in sent) / 1e6,
+        "followed": median(line["followed"] for line in sent),
         "send": median(1000 * line["seconds"] for line in sent),
         "stall": median(1000 * line["stall_s"] for line in ended),
         "iteration": median(1000 * line["iteration_s"] for line in ended),
-        "followed": median(line["followed"] for line in sent),
-        "memory": seen["memory"] / NUM_RANKS,
-        "process": seen["process"],
-        "state": sum(line["state_bytes"] > 0 for line in sent) / len(sent),
+        "state": 100 * sum(line["state_bytes"] > 0 for line in sent) / len(sent),
+        "complete": 100 * len(taken) / len(ended),
+        "memory": seen["memory"] / num_ranks / 1e6,
+        "per_parameter": seen["memory"] / num_ranks / (saved_bytes / _STATE_BYTES),
+        "process": seen["process"] / 1e6,
     }
 
 
@@ -108,66 +147,27 @@ def watched(folder: Path) -> Iterator[dict[str, int]]:
         thread.join()
 
 
-def table_of_strategies(num_iterations: int) -> str:
-    """Return bytes, stall and host memory of all strategies, as state and as gradients."""
-    rows = []
-    for strategy, flags in _STRATEGIES.items():
-        for name in (_STATE, _FP32) if strategy != "sparse" else (_STATE,):
-            with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-                found = train(name, num_iterations, Path(folder), flags)
-            numbers = [f"{found['bytes'] / 1e6:.2f}", f"{found['followed']:.0f}"]
-            numbers += [f"{found['stall']:.1f}", f"{found['memory'] / 1e6:.1f}"]
-            rows.append((strategy, name, *numbers, f"{found['process'] / 1e6:.0f}"))
-    headers = ["strategy", "sent", "MB", "followed", "stall, ms", "memory, MB", "process, MB"]
-    return markdown_table(rows, headers)
-
-
-def table_of_jobs(rounds: int, num_iterations: int) -> str:
-    """Return what jobs send and pay, by what they send."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in _JOBS}
-    for _ in range(rounds):
-        for name in _JOBS:
-            with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-                found[name].append(train(name, num_iterations, Path(folder)))
-    whole = median(each["bytes"] for each in found[_STATE])
-    rows = [
-        (
-            name,
-            f"{median(each['bytes'] for each in runs) / 1e6:.2f}",
-            f"{whole / median(each['bytes'] for each in runs):.2f}",
-            *(
-                spread([each[key] for each in runs], ".1f")
-                for key in ("send", "stall", "iteration")
-            ),
-            f"{max(each['state'] for each in runs):.0%}",
-        )
-        for name, runs in found.items()
-    ]
-    headers = [
-        "sent",
-        "MB",
-        "times fewer",
-        "send, ms",
-        "stall, ms",
-        "iteration, ms",
-        "sent as state",
-    ]
-    return markdown_table(rows, headers)
-
-
-def main(words: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Run everything and print it."""
-    parser = argparse.ArgumentParser(prog=_COMMAND)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=30, help="of a job")
-    parser.add_argument("--only-strategies", action="store_true", help="the second table alone")
-    options = parse_options(parser, words, rounds=1, iterations=8)
-    say = conditions("2 ranks (ep 2), each on a node of its own; both nodes are this machine.")
-    if options.only_strategies:
-        show([say, table_of_strategies(options.iterations)], options.output)
-        return
-    jobs = table_of_jobs(options.rounds, options.iterations)
-    show([say, jobs, table_of_strategies(options.iterations)], options.output)
+    options = read_options(
+        parts=(list(PARTS), ["regions"]),
+        rounds=(3, 1),
+        iterations=(30, 8, "of a job"),
+    )
+    parts = [conditions("Each rank is on a node of its own; all nodes are this machine.")]
+    for part in options.parts:
+        num_ranks, jobs = PARTS[part]
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
+        for _ in range(options.rounds):
+            for name, flags in jobs.items():
+                print(f"{part}: {name}", file=sys.stderr, flush=True)
+                found[name].append(train(flags, num_ranks, options.iterations))
+        rows = [
+            (name, *(spread([each[key] for each in runs], ".1f") for key in HEADERS))
+            for name, runs in found.items()
+        ]
+        parts += [f"{part}, {num_ranks} ranks", markdown_table(rows, ("job", *HEADERS.values()))]
+    show(parts, options.output)
 
 
 if __name__ == "__main__":

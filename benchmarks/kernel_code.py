@@ -6,7 +6,6 @@ No GPU is needed: Triton compiles for a target that is named, with the ptxas tha
 shows what came out. Nothing is measured. The command ends with an error if a kernel is beyond its limits.
 """
 
-import argparse
 import re
 import subprocess
 import tempfile
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.output import markdown_table, parse_options, show
+from benchmarks.output import markdown_table, read_options, show
 
 WIDTHS = (16, 8, 4, 2, 1)  # bytes of a load or store
 _WARP = 32
@@ -173,9 +172,7 @@ def read_code(
 
 def main() -> None:
     """Compile, print, and compare with the limits."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--targets", type=int, nargs="+", default=[*_SHARED_BYTES], metavar="N")
-    options = parse_options(parser, targets=[90])
+    options = read_options(targets=([*_SHARED_BYTES], [90]))
     codes = [compile_kernel(name, target) for name in LIMITS for target in options.targets]
     import triton
 

@@ -8,16 +8,13 @@ snapshots through staging against torch's copies. All peers of a table take turn
 is read and written together.
 """
 
-import argparse
 import mmap
 import platform
-import time
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
 
 import torch
 
-from benchmarks.output import markdown_table, parse_options, show
+from benchmarks.output import markdown_table, read_options, show, spread, take_turns
 from moe_ft.engine.snapshots.staging import PackedPart, Staging, cut_into_chunks
 from moe_ft.format.packings import Packing
 from moe_ft.kernels.number_formats import BF16, E4M3, ScaleKind
@@ -35,23 +32,10 @@ def finish() -> None:
         torch.cuda.synchronize()
 
 
-def take_turns(peers: Peers, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of every peer, after one turn that does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in peers}
-    for turn in range(repeats + 1):
-        for name, (_, work) in peers.items():
-            finish()
-            start = time.perf_counter()
-            work()
-            finish()
-            if turn:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
 def speed_table(peers: Peers, repeats: int) -> str:
     """Return bytes per second, and the share of the first peer's by turn, median and range."""
-    seconds = take_turns(peers, repeats)
+    functions = {name: work for name, (_, work) in peers.items()}
+    seconds = take_turns(functions, repeats, prepare=finish, finish=finish)
     first = next(iter(peers))
     rows = []
     for name, (num_bytes, _) in peers.items():
@@ -61,8 +45,8 @@ def speed_table(peers: Peers, repeats: int) -> str:
         rows.append(
             (
                 name,
-                f"{median(speeds):.2f} ({min(speeds):.2f}-{max(speeds):.2f})",
-                f"{median(shares):.0f} ({min(shares):.0f}-{max(shares):.0f})",
+                spread(speeds, ".2f"),
+                spread(shares, ".0f"),
             )
         )
     headers = ("what", "GB/s", f"% of {first}")
@@ -213,14 +197,12 @@ def snapshot_peers(tensors: Sequence[torch.Tensor]) -> Peers:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     on_gpu = DEVICE == "cuda"
-    parser.add_argument("--mib", type=int, default=2048 if on_gpu else 64, help="of fp32 to pack")
-    parser.add_argument(
-        "--share", type=int, default=1 if on_gpu else 16, help="ranks that divide an expert"
+    options = read_options(
+        mib=(2048 if on_gpu else 64, 1, "of fp32 to pack"),
+        share=(1 if on_gpu else 16, 1024, "ranks that divide an expert"),
+        repeats=(11, 1),
     )
-    parser.add_argument("--repeats", type=int, default=11)
-    options = parse_options(parser, mib=1, share=1024, repeats=1)
     torch.manual_seed(0)
     device = torch.cuda.get_device_name() if on_gpu else "CPU, the torch reference"
     parts = [

@@ -17,32 +17,31 @@ Seconds of a replay are for each iteration, on the slowest rank; "last" leaves o
 each process, which is slower. "local / global" is the median of the pairs, one recovery each; "slots" the
 time that stages sleep at least, alone and together. Expected are M / (M+S-1), which is 1 less the bubble
 share, and on C cores the least time that they allow: M / max(M+S-1, S M / C). Phases are those of
-benchmarks/recovery_phases.py; "torchrun" is without `moe_ft keep`. Medians (ranges).
+benchmarks/recoveries.py; "torchrun" is without `moe_ft keep`. Medians (ranges).
 """
 
 import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.conditions import conditions
-from benchmarks.event_logs import Event, digests_of
-from benchmarks.output import distinct, markdown_table, parse_options, show, spread
-from benchmarks.recovery_phases import (
+from benchmarks.jobs import data_folder, job_folder, run_under_torchrun
+from benchmarks.output import conditions, distinct, markdown_table, read_options, show, spread
+from benchmarks.recoveries import (
     PHASES,
+    Answer,
+    Event,
     Expected,
     Recovery,
-    check_recoveries,
+    check_answers,
+    digests_of,
     read_recoveries,
 )
 from benchmarks.slow_stages import notes_path
-from benchmarks.sparse_jobs import job_folder, write_data
-from benchmarks.torchrun import run_under_torchrun
 from moe_ft.planning.boundary_log import PipelineTraffic, num_slots
 from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.harness import events
@@ -183,9 +182,13 @@ def run_job(case: Case, scope: str, data: Sequence[str], folder: Path) -> Result
         logs = [events(job.events, rank) for rank in ranks]
         notes = [_read_notes(notes_path(job.log, rank)) for rank in ranks]
     expected = Expected(
-        is_local=scope == "local", killed=case.killed, kills=case.kills, num_replays=NUM_REPLAYS
+        answer=Answer.RESTART,
+        killed=case.killed,
+        kills=case.kills,
+        is_local=scope == "local",
+        num_replays=NUM_REPLAYS,
     )
-    check_recoveries(logs, expected)
+    check_answers(logs, expected)
     return Result(
         recoveries=read_recoveries(logs, notes, case.killed),
         digests=digests_of(logs),
@@ -393,20 +396,19 @@ def measured(options: argparse.Namespace) -> str:
 
 def main() -> None:
     """Run all jobs and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--repeats", type=int, default=3, help="recoveries in each job")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--forward-s", type=float, default=0.025, help="of a sleeping stage")
-    parser.add_argument("--backward-s", type=float, default=0.05, help="of a sleeping stage")
-    options = parse_options(parser, stages=[2], micro_batches=[4], repeats=1, parts=[SLEEPING])
+    options = read_options(
+        stages=([2, 4, 8], [2]),
+        micro_batches=([4, 8, 16], [4]),
+        repeats=(3, 1, "recoveries in each job"),
+        parts=(list(PARTS), [SLEEPING]),
+        forward_s=(0.025, 0.025, "of a sleeping stage"),
+        backward_s=(0.05, 0.05, "of a sleeping stage"),
+    )
     parts = [conditions(measured(options))]
     found: dict[Case, Results] = {}
-    with tempfile.TemporaryDirectory(prefix="local_recovery_") as name:
-        data = write_data(Path(name))
+    with data_folder() as (folder, data):
         for case in cases_of(options):
-            found[case] = measure(case, data, Path(name))
+            found[case] = measure(case, data, folder)
             check_digests(found)
     show([*parts, *tables(found, os.cpu_count() or 1)], options.output)
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from benchmarks.event_logs import Event, Log, events_of
+from benchmarks.recoveries import Event, Log, events_of
 from moe_ft.planning.costs import Costs, RecoveryCosts, RecoveryKind
 from moe_ft.planning.time_shares import Spent, TimeShares
 

@@ -15,7 +15,6 @@ CPU seconds are those of the client, for writing and reading one GB; memory is w
 the most, without mapped files.
 """
 
-import argparse
 import asyncio
 import mmap
 import multiprocessing
@@ -36,8 +35,7 @@ from uuid import uuid4
 import fsspec
 from aiohttp import web
 
-from benchmarks.conditions import versions
-from benchmarks.output import markdown_table, parse_options, show, spread
+from benchmarks.output import conditions, markdown_table, read_options, show, spread
 from moe_ft.files.storage import Storage
 from tests.object_store import ENVIRONMENT, ObjectStore
 
@@ -260,12 +258,12 @@ def _run(way: str, path: str, store: tuple[str, str]) -> tuple[float, ...]:
 
 def main() -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=96)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--rate", type=float, default=60.0, help="MB/s of a connection")
-    parser.add_argument("--latency", type=float, default=20.0, help="ms of a request")
-    options = parse_options(parser, mib=16, repetitions=1)
+    options = read_options(
+        mib=(96, 16),
+        repetitions=(5, 1),
+        rate=(60.0, 60.0, "MB/s of a connection"),
+        latency=(20.0, 20.0, "ms of a request"),
+    )
     limits = {
         "moto": (0.0, 0.0),
         f"{options.rate:g} MB/s a connection, {options.latency:g} ms a request": (
@@ -298,8 +296,9 @@ def main() -> None:
         )
         for key, results in found.items()
     ]
-    about = f"{os.cpu_count()} cores; {options.mib} MiB, median (range) of {options.repetitions}; "
-    about += f"load {os.getloadavg()[0]:.1f}. {versions()}, obstore and s3fs of constraints.txt."
+    about = conditions(
+        f"{options.mib} MiB, median (range) of {options.repetitions}; obstore and s3fs of constraints.txt."
+    )
     show([about, markdown_table(rows, _HEADERS)], options.output)
 
 

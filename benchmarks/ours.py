@@ -107,7 +107,7 @@ class MoeFtMemory(Candidate):
         agreement = Agreement(_AGREEMENT_TIMEOUT_S)
         agreement.start()
         self._catalog = self._stand_ins.catalog_of(self._parameters)
-        layouts = UnitLayouts(self._catalog, dp_rank=0)
+        layouts = self._layouts()
         strategy = self._strategy(agreement)
         settings = EngineSettings(
             interval=1,
@@ -125,6 +125,9 @@ class MoeFtMemory(Candidate):
             self._record_taker.complete,
         )
         self._engine.start(0, restored=None)
+
+    def _layouts(self) -> UnitLayouts:
+        return UnitLayouts(self._catalog, dp_rank=0)
 
     def _strategy(self, agreement: Agreement) -> Strategy:
         return DenseStrategy(self._catalog.units)

@@ -1,13 +1,18 @@
 """Options and output of benchmarks: what all of them can do, and paragraphs and tables on a page."""
 
 import argparse
+import os
+import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 # The line at the head of a page that says what was measured.
@@ -38,6 +43,37 @@ def parse_options(
     return parser.parse_args(words)
 
 
+def read_options(
+    words: Sequence[str] | None = None, **flags: tuple[Any, ...]
+) -> argparse.Namespace:
+    """Return the options of the benchmark that runs; its docstring has the description.
+
+    Args:
+        words: the command line, that of the process by default.
+        flags: by name the default, the value with --quick where that differs, and help. The default says
+            the type; words in a list are the choices, and an empty one stands for texts.
+    """
+    about = str(sys.modules["__main__"].__doc__)
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawTextHelpFormatter
+    )
+    quick = {}
+    for name, (default, *more) in flags.items():
+        if more:
+            quick[name] = more[0]
+        given: dict[str, Any] = {"default": default, "help": more[1] if len(more) > 1 else None}
+        if isinstance(default, bool):
+            given["action"] = "store_true"
+        elif isinstance(default, list):
+            given |= {"nargs": "+", "type": type(default[0])}
+            if isinstance(default[0], str) and all(default):
+                given["choices"] = default
+        else:
+            given["type"] = Path if default is None else type(default)
+        parser.add_argument("--" + name.replace("_", "-"), **given)
+    return parse_options(parser, words, **quick)
+
+
 def git(*words: str) -> str:
     """Return what git prints about the checkout, whoever owns it.
 
@@ -60,12 +96,57 @@ def stamp() -> str:
     return f"Figures of commit {commit}, {date.today()}."
 
 
+def conditions(measured: str) -> str:
+    """Return the conditions of a benchmark that starts now, for the first paragraph of its output.
+
+    Args:
+        measured: sentences about what is measured.
+    """
+    return f"{ranks_on_cpu()}. {date.today()}. {measured} {versions()}."
+
+
+def ranks_on_cpu() -> str:
+    """Return what the ranks of a job share, and how busy it is now."""
+    load = os.getloadavg()[0]
+    return f"{os.cpu_count()} cores, one thread a rank, gloo, no GPU; load at the start {load:.1f}"
+
+
+def versions() -> str:
+    """Return the versions of what all jobs run on."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
+    return f"Python {platform.python_version()}, {packages}"
+
+
 def markdown_table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
     """Return a table in GitHub's Markdown, with all cells as they are given."""
     cells = [[*headers], *([f"{cell}" for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [f"| {' | '.join(map(str.ljust, row, widths))} |" for row in cells]
     return "\n".join([lines[0], f"|{'|'.join('-' * (w + 2) for w in widths)}|", *lines[1:]])
+
+
+def take_turns(
+    functions: Mapping[str, Callable[[], object]],
+    repetitions: int,
+    prepare: Callable[[], object] = lambda: None,
+    finish: Callable[[], object] = lambda: None,
+) -> dict[str, list[float]]:
+    """Return the seconds of functions by name, which take turns, back and forth; the first does not count.
+
+    Args:
+        prepare: called before each of them, not timed.
+        finish: called after each of them, and timed.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(repetitions + 1):
+        for name in list(functions)[:: 1 if turn % 2 else -1]:
+            prepare()
+            begin_s = time.perf_counter()
+            functions[name]()
+            finish()
+            if turn:
+                samples[name].append(time.perf_counter() - begin_s)
+    return samples
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:

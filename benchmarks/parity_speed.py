@@ -8,7 +8,6 @@ the region of one rank is lost: it is read from that peer, or the three others m
 of one rank's region. "XOR" is the rate of one core of the holder, without a network.
 """
 
-import argparse
 import multiprocessing
 import tempfile
 import time
@@ -22,8 +21,7 @@ from typing import Any, cast
 
 from msgspec.structs import replace
 
-from benchmarks.conditions import conditions
-from benchmarks.output import markdown_table, parse_options, show, spread
+from benchmarks.output import conditions, markdown_table, read_options, show, spread
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.background import Reports
 from moe_ft.engine.clock import Clock
@@ -255,10 +253,7 @@ def measure(job: Job, num_bytes: int, repetitions: int) -> dict[str, dict[str, l
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=256, help="of a region")
-    parser.add_argument("--repetitions", type=int, default=5)
-    options = parse_options(parser, words, megabytes=6, repetitions=1)
+    options = read_options(words, megabytes=(256, 6, "of a region"), repetitions=(5, 1))
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="parity_") as folder:
         job = Job(Path(folder), (options.megabytes << 20) // 24)  # three units of two float32 each
         try:

@@ -3,6 +3,16 @@
 Each adapter follows the library's documentation for users, on CPU tensors and gloo. If a library relies on
 ``tensor.to("cpu")`` for its snapshot, which copies nothing here, the adapter makes the copy. The measurements
 are in benchmarks/stall.py. The constructors of adapters import packages that are optional here.
+
+torch-checkpointing, of the PyTorch team, is in a folder of its own (`--torch-checkpointing DIR`), made by
+
+    pip install --no-deps --target DIR torch-checkpointing==0.1.1
+
+A process of each rank writes from shared memory, into which a thread copies the state. Files are renamed into
+their place when all ranks have theirs. It never calls fsync: the candidate "+ fsync" does, in the callbacks
+that the library has before and after its rename. It has no checksums, and reads nothing back. Its defaults
+for staging need CUDA; those here are the ones that its documentation gives for a CPU. Its default of O_DIRECT
+fails (EINVAL at the end of a file that is no whole pages), so files go through the page cache.
 """
 
 import os
@@ -10,6 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +30,130 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from benchmarks.candidate import Candidate, Site, State
+
+MODULE = "torch_checkpointing"
+_ITEM = "state"
+_START_S = 300  # of a busy machine; 30 s are the default
+DEFAULT_FOLDER = Path("runs/torch_checkpointing")
+
+
+def make_importable(folder: Path) -> None:
+    """Let this process, and those that it starts, import the library from a folder if it is there."""
+    path = str(folder.resolve())
+    if path not in sys.path:
+        sys.path.append(path)  # at the end: nothing in it hides what is installed
+
+
+def sync(path: Path) -> None:
+    """Bring a file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_own(name: str, arguments: Any) -> None:
+    """Bring the file of one rank, and its name, to the disk: before any rank goes on to the rename."""
+    sync(Path(arguments.path) / name)
+    sync(Path(arguments.path))
+
+
+def sync_parent(arguments: Any) -> None:
+    """Bring the new name of the directory to the disk."""
+    sync(Path(arguments.path).parent)
+
+
+def _settings(rank: int, *, syncs: bool) -> dict[str, Any]:
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    storage = {"storage_config": LocalFileSystemStorageConfig(use_direct_io=False)}
+    if not syncs:
+        return storage
+    return {
+        **storage,
+        "pre_finalize_callback": partial(sync_own, f"{_ITEM}_{rank}.pt"),
+        "finalize_callback": sync_parent,
+    }
+
+
+class TorchCheckpointing(Candidate):
+    """Asynchronous saves; a checkpoint is complete after the rename, and may be lost with the power."""
+
+    requires = (MODULE,)
+    complete_means = "renamed"
+    syncs: ClassVar[bool] = False
+
+    def __init__(self, state: State, site: Site) -> None:
+        super().__init__(state, site)
+        import torch_checkpointing
+
+        self._library = torch_checkpointing
+        self._written: Future[Any] | None = None
+
+    def start(self) -> None:
+        """Start the process, and allocate what the copies go to."""
+        from torch_checkpointing.checkpoint_process import CheckpointProcessConfig
+        from torch_checkpointing.staging import CheckpointStagerConfig
+
+        staging = CheckpointStagerConfig(
+            use_pinned_memory=False,
+            use_shared_memory=True,
+            use_async_staging=True,
+            use_non_blocking_copy=False,
+        )
+        process = CheckpointProcessConfig(subprocess_init_timeout_secs=_START_S)
+        save = self._library.AsyncCheckpointSaverConfig(
+            staging_config=staging, process_config=process
+        )
+        self._manager = self._library.CheckpointManager(
+            self._library.CheckpointManager.Config(
+                save=save, **_settings(self.site.rank, syncs=self.syncs)
+            )
+        )
+        self._manager.prewarm_staging({_ITEM: self.state})
+
+    def _place(self, iteration: int) -> str:
+        return str(self.site.disk / f"iteration_{iteration}")  # which the library makes itself
+
+    def save(self, iteration: int) -> None:
+        """Begin to copy the state; the process writes it then."""
+        self._written = self._manager.save(self._place(iteration), {_ITEM: self.state})
+        assert self._written is not None
+        self._written.add_done_callback(lambda _: self.complete())
+
+    def poll(self) -> None:
+        """Raise what failed in the background."""
+        if self._written is not None and self._written.done():
+            self._written.result()
+
+    def before_step(self) -> None:
+        """Wait for the copy, as the library's documentation wants it around the optimizer step."""
+        with self._manager.lock():
+            pass
+
+    def load(self, iteration: int) -> Mapping[str, torch.Tensor]:
+        """Load into new tensors."""
+        tensors = {name: torch.empty_like(tensor) for name, tensor in self.state.items()}
+        loaded: State = self._manager.load(self._place(iteration), into={_ITEM: tensors})[_ITEM]
+        return loaded
+
+    def close(self) -> None:
+        """End the process."""
+        self._manager.close()
+
+
+class TorchCheckpointingSynced(TorchCheckpointing):
+    """As `TorchCheckpointing`, with files and names on the disk before it counts."""
+
+    complete_means = "fsync"
+    syncs = True
+
+
+TORCH_CHECKPOINTING: dict[str, type[Candidate]] = {
+    "torch-checkpointing async": TorchCheckpointing,
+    "torch-checkpointing async + fsync": TorchCheckpointingSynced,
+}
 
 
 class TorchSave(Candidate):
@@ -281,99 +416,6 @@ class MegatronPersistent(MegatronFork):
     persistent = True
 
 
-def _let_nvrx_accept_cpu_tensors(*, copies: bool) -> None:
-    """Replace what insists on CUDA in NVRx's state dict, whose instances are sent to other ranks."""
-    from nvidia_resiliency_ext.checkpointing.local import basic_state_dict as module
-
-    def construct(self: Any, tensors: State) -> None:
-        self.state_dict, self._is_hollow = tensors, False
-
-    def copy_tensors_to_cpu(self: Any, non_blocking: bool = False) -> None:
-        if copies:
-            self.state_dict = {name: tensor.clone() for name, tensor in self.state_dict.items()}
-
-    def stay(self: Any, non_blocking: bool = True) -> None:
-        """Leave the tensors on the CPU."""
-
-    methods = {
-        "__init__": construct,
-        "copy_tensors_to_cpu": copy_tensors_to_cpu,
-        "restore_tensor_device": stay,
-    }
-    for name, method in methods.items():
-        setattr(module.BasicTensorAwareStateDict, name, method)
-
-
-class NvrxSync(Candidate):
-    """NVRx local checkpoints on tmpfs, blocking."""
-
-    requires = ("nvidia_resiliency_ext",)
-    complete_means = "RAM"
-    is_async: ClassVar[bool] = False
-    replicates: ClassVar[bool] = False
-
-    def __init__(self, state: State, site: Site) -> None:
-        super().__init__(state, site)
-        _answer_cuda_calls()
-        from nvidia_resiliency_ext.checkpointing.async_ckpt import core
-        from nvidia_resiliency_ext.checkpointing.local import basic_state_dict
-        from nvidia_resiliency_ext.checkpointing.local.ckpt_managers import local_manager
-        from nvidia_resiliency_ext.checkpointing.local.replication import strategies
-
-        self._core, self._wrap = core, basic_state_dict.BasicTensorAwareStateDict
-        self._local_manager, self._strategies = local_manager, strategies
-
-    def start(self) -> None:
-        """Create the manager and the queue of saves."""
-        _let_nvrx_accept_cpu_tensors(copies=self.is_async)
-        strategy = None
-        if self.replicates:
-            strategy = self._strategies.CliqueReplicationStrategy.from_replication_params(
-                replication_jump=1, replication_factor=self.site.num_ranks
-            )
-        self._manager = self._local_manager.LocalCheckpointManager(
-            self.site.tmpfs, repl_strategy=strategy
-        )
-        self._queue = self._core.AsyncCallsQueue(persistent=False)
-
-    def save(self, iteration: int) -> None:
-        """Save, or stage the state and fork a writer."""
-        request = self._manager.save(self._wrap(dict(self.state)), iteration, self.is_async)
-        if request is None:
-            self.complete()
-        else:
-            self._queue.schedule_async_request(request)
-
-    def poll(self) -> None:
-        """Finish the save if both writers are done."""
-        if self._queue.maybe_finalize_async_calls(blocking=False):
-            self.complete()
-
-    def load(self, iteration: int) -> Mapping[str, torch.Tensor]:
-        """Load what the manager finds to be the latest."""
-        if (found := self._manager.find_latest()) != iteration:
-            raise LookupError(f"NVRx found iteration {found}, not {iteration}")
-        loaded: State = self._manager.load()[0].state_dict
-        return loaded
-
-    def close(self) -> None:
-        """Wait for the writer."""
-        self._queue.close()
-
-
-class NvrxAsync(NvrxSync):
-    """The trainer makes a staging copy; a forked process writes it."""
-
-    is_async = True
-
-
-class NvrxAsyncReplicated(NvrxAsync):
-    """As `NvrxAsync`; each rank also keeps the other's state."""
-
-    complete_means = "RAM x 2"
-    replicates = True
-
-
 PEERS: dict[str, type[Candidate]] = {
     "torch.save + fsync": TorchSave,
     "safetensors + fsync": Safetensors,
@@ -387,7 +429,4 @@ PEERS: dict[str, type[Candidate]] = {
     "megatron-core async, fork, no staging copy": MegatronFork,
     "megatron-core async, fork, staging copy": MegatronForkCopy,
     "megatron-core async, persistent worker": MegatronPersistent,
-    "NVRx local, sync": NvrxSync,
-    "NVRx local, async": NvrxAsync,
-    "NVRx local, async, replicated": NvrxAsyncReplicated,
 }

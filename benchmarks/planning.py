@@ -1,43 +1,40 @@
 """Cost of checkpointing in Python: on the training thread, in parallel with it, and in a recovery.
 
-    python -m benchmarks.planning [--units N] [--ranks N] [--iterations N] [--quick] [--output FILE.md]
+    python -m benchmarks.planning [--units N] [--quick] [--output FILE.md]
 
 One rank with many units of a few bytes each, so that bookkeeping is all there is. The engine is the one that
 training runs; what it is given is made up (benchmarks/stand_ins.py). With a single rank the agreement is
 no all-reduce: its time is the network's and not measured here. The goal for the training thread is less
 than 1 ms per iteration. Python that runs alongside it counts too, because only one thread runs Python at a
 time: "slow-down" is how much longer a loop of small tensor operations takes while a snapshot is under way.
+The last tables are of a stage of a large model: counting the tokens of experts, and choosing experts.
 """
 
-import argparse
-import itertools
-import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
+from typing import Any, override
 
+import numpy as np
 import torch
 
 from benchmarks import stand_ins
-from benchmarks.output import markdown_table, parse_options, show
-from moe_ft.engine.agreement import Agreement
+from benchmarks.candidate import Site
+from benchmarks.ours import MoeFtMemory
+from benchmarks.output import conditions, markdown_table, read_options, show
 from moe_ft.engine.background import Report
-from moe_ft.engine.build import build_engine
-from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
-from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.memory.layout import FileLayout
-from moe_ft.engine.memory.rank_memory import RankMemory
 from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.format.encoding import decode, encode
-from moe_ft.format.entries import ModelPlaces
-from moe_ft.format.identity import Start
 from moe_ft.format.index import Index
-from moe_ft.planning.recovery import Source, Tier, Version, plan_recovery
+from moe_ft.planning.experts import ExpertLayout
+from moe_ft.planning.recovery import Source, Tier, Version
 from moe_ft.recovery.fetch import fetch_window
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.inventory import look_at_memory
@@ -45,14 +42,19 @@ from moe_ft.recovery.put_back import put_back
 from moe_ft.recovery.readers import MemoryReader, Readers
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.record import CapturedRecord
+from moe_ft.state.router_load import RouterLoad
+from moe_ft.state.router_load import table as table_of_counts
 from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.strategies.interface import WindowPlan
-from moe_ft.topology import RankInfo, Topology
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.selection import RankShare
+from moe_ft.strategies.partial.strategy import PartialStrategy
+from moe_ft.strategies.rotating import PlannedRun
+from moe_ft.units import UnitId, UnitKind
 
 ELEMENTS_PER_PARAMETER = 16
 GOAL_MS = 1.0
-_NODE = "node"
-_RANKS_PER_NODE = 8
+NUM_LAYERS, NUM_EXPERTS, EP_SIZE, TOP_K, NUM_TOKENS = 58, 256, 32, 8, 4096  # of a stage
 _DEADLINE_S = 120.0
 _SETTLE_S = 0.005
 _PROBE_OPERATIONS = 200
@@ -83,7 +85,7 @@ class TimedLayouts(UnitLayouts):
         return layout
 
 
-class EngineRank:
+class EngineRank(MoeFtMemory):
     """One rank of a job of one rank: its parameters and an engine that takes snapshots on demand."""
 
     def __init__(self, num_units: int, memory: Path) -> None:
@@ -93,17 +95,19 @@ class EngineRank:
             state[f"{index}.weight"] = tensor.bfloat16()
             for name in ("master", "exp_avg", "exp_avg_sq"):
                 state[f"{index}.{name}"] = tensor.clone()
-        self.optimizer = stand_ins.adam()
-        self.parameters = stand_ins.parameters_of(state, self.optimizer)
-        self.strategy = DenseStrategy(each.unit for each in self.parameters)
-        self.node_dir = memory / _NODE
+        super().__init__(state, Site(rank=0, num_ranks=1, disk=memory, tmpfs=memory))
         self.iteration = 0
-        self.catalog = stand_ins.catalog_of(self.parameters)
-        self.layouts = TimedLayouts(self.catalog)
-        self._record_taker = stand_ins.record_taker(self.optimizer, self.parameters)
-        self.engine = self._make_engine()
-        self.engine.start(0, restored=None)
+        self.start()
+        self.engine, self.catalog = self._engine, self._catalog
+        self.strategy = DenseStrategy(self.catalog.units)
+        self.node_dir = self._node_dir(self._node)
+        self.optimizer = self._optimizer
         self.reports: list[Report] = []
+
+    @override
+    def _layouts(self) -> UnitLayouts:
+        self.layouts = TimedLayouts(self._catalog)
+        return self.layouts
 
     def capture(self) -> CapturedRecord:
         """Take the training thread's part of the record of a model without buffers."""
@@ -112,43 +116,6 @@ class EngineRank:
     def complete_record(self) -> None:
         """Take the copy thread's part of it."""
         self._record_taker.complete(self.capture())
-
-    def _make_engine(self) -> CheckpointEngine:
-        info = RankInfo(
-            rank=0,
-            node=_NODE,
-            stage=0,
-            pid=os.getpid(),
-            address=None,
-            region_bytes=self.layouts.lay_out(self.strategy.plan_window(0)).num_bytes,
-        )
-        topology = Topology(ranks=(info,))
-        context = EngineContext(
-            rank=0,
-            topology=topology,
-            identity=stand_ins.identity(1),
-            parameters=self.parameters,
-            model_places=ModelPlaces(),
-            memory=RankMemory(self.node_dir, 0, topology, [], persists=False),
-            origins={},
-            stage_load=None,
-            peers=(),
-            server=PeerServer(self.node_dir, "127.0.0.1"),
-            token="",
-            writer=None,
-            phase_hook=stand_ins.no_fault,
-        )
-        settings = EngineSettings(
-            interval=1, overhead_limit=0.05, persist_interval=0, raises=True, persists=False
-        )
-        return build_engine(
-            settings,
-            context,
-            self.strategy,
-            Agreement(_DEADLINE_S),
-            self.layouts,
-            self._record_taker.complete,
-        )
 
     def end_iteration(self, *, is_due: bool) -> None:
         """Pass the seams of one iteration; the model has no buffers to record."""
@@ -266,7 +233,7 @@ def measure_recovery(rank: EngineRank, repetitions: int) -> Rows:
         f"encode an index of {len(content) / 1e6:.1f} MB": lambda: encode(index),
         "decode it": lambda: decode(content, Index, str(path)),
         "look_at_memory, two regions": lambda: look_at_memory(
-            rank.node_dir, _NODE, stand_ins.JOB_ID
+            rank.node_dir, rank._node, stand_ins.JOB_ID
         ),
         "fetch": fetch_state,
         "put_back": lambda: put_back(
@@ -287,40 +254,76 @@ def _version_of(index: Index, path: str) -> Version:
         iteration=index.iteration,
         lineage=index.identity.lineage,
         history=index.identity.history,
-        node=_NODE,
+        node="node_0",
         path=path,
     )
 
 
-def many_versions(num_ranks: int, num_iterations: int) -> tuple[list[Version], list[str]]:
-    """Return the state of many ranks in memory, at two peers and on storage, and the ranks' nodes."""
-    node_of = [f"node_{rank // _RANKS_PER_NODE}" for rank in range(num_ranks)]
-    versions = []
-    for iteration, rank in itertools.product(range(num_iterations), range(num_ranks)):
-        for hop, place in enumerate(("rank", "replica", "replica", "iter")):
-            holder = (rank + hop * _RANKS_PER_NODE) % num_ranks
-            versions.append(
-                Version(
-                    rank=rank,
-                    iteration=iteration,
-                    lineage="lineage",
-                    history=(Start(number=0, resumed_at=0, name="start"),),
-                    node=None if place == "iter" else node_of[holder],
-                    path=f"{place}_{rank:05d}_at_{holder:05d}/region_{iteration % 2}.json",
-                    is_replica=place == "replica",
-                )
-            )
-    return versions, node_of
+def measure_counting(num_layers: int, count: int) -> Rows:
+    """Time the hook on the routers, for all layers of one micro-batch, and the table of an iteration."""
+    load = RouterLoad()
+    config = SimpleNamespace(moe_pad_expert_input_to_capacity=False)
+    routers: list[Any] = [SimpleNamespace(config=config, number=n) for n in range(num_layers)]
+    load._names = {router: f"layer.{router.number}" for router in map(_hashable, routers)}
+    routers = list(load._names)
+    probabilities = torch.rand(NUM_TOKENS, NUM_EXPERTS)
+    routing_map = torch.zeros(NUM_TOKENS, NUM_EXPERTS, dtype=torch.bool)
+    routing_map.scatter_(1, probabilities.topk(TOP_K, dim=1).indices, True)
+    layers = [f"layer.{number}" for number in range(num_layers)]
+
+    def hook_all() -> None:
+        for router in routers:
+            load._count(router, None, (probabilities, routing_map))
+
+    rows: Rows = {
+        f"hooks of {num_layers} routers, a micro-batch of {NUM_TOKENS} tokens": [],
+        "table of the iteration": [],
+    }
+    hooks, tables = rows.values()
+    for _ in range(count):
+        load.begin()
+        hooks.append(milliseconds(hook_all))
+        tables.append(milliseconds(lambda: table_of_counts(load.counts(), layers, NUM_EXPERTS)))
+    return rows
 
 
-def measure_plan(num_ranks: int, num_iterations: int, repetitions: int) -> Rows:
-    """Time the plan of a recovery, which every rank makes for itself."""
-    versions, node_of = many_versions(num_ranks, num_iterations)
-    name = (
-        f"plan_recovery, {num_ranks} ranks, {num_iterations} iterations, {len(versions)} versions"
-    )
-    times = [milliseconds(lambda: plan_recovery(versions, node_of)) for _ in range(repetitions)]
-    return {name: times}
+def _hashable(router: Any) -> Any:
+    """Return a stand-in for a router that can be a key."""
+    made = torch.nn.Module()
+    made.config, made.number = router.config, router.number
+    return made
+
+
+def measure_selection(num_layers: int, count: int) -> Rows:
+    """Time what the strategy does in an iteration with a snapshot."""
+    experts = ExpertLayout(num_layers=num_layers, num_experts=NUM_EXPERTS, ep_size=EP_SIZE)
+    units = [
+        UnitId(kind=UnitKind.EXPERT, layer=layer, expert=expert)
+        for layer in range(num_layers)
+        for expert in range(experts.num_local)
+    ]
+    names = [f"layer.{layer}" for layer in range(num_layers)]
+    counts = np.random.default_rng(0).integers(0, 1000, (num_layers, NUM_EXPERTS))
+    rows: Rows = {}
+    for is_load_aware in (False, True):
+        kind = "load-aware" if is_load_aware else "sequential"
+        options = PartialConfig(k_snapshot=str(NUM_EXPERTS // 16), selection=kind)
+        run = PlannedRun(interval=1, planned_tokens=10**12, tokens_per_iteration=10**6)
+        share = RankShare(always_bytes=10**9, unit_bytes=10**8)
+        strategy = PartialStrategy([], units, names, experts, options, run, share)
+        plans = rows.setdefault(f"plan of a snapshot, {kind}", [])
+        rest = rows.setdefault(f"tokens of an iteration, plan and completion, {kind}", [])
+        persists = rows.setdefault(f"plan of what goes to storage, {kind}", [])
+
+        def advance(strategy: PartialStrategy, iteration: int) -> None:
+            strategy.add_tokens(counts)
+            strategy.note_complete(strategy.plan_window(iteration), iteration)
+
+        for iteration in range(count):
+            plans.append(milliseconds(partial(strategy.plan_window, iteration)))
+            rest.append(milliseconds(partial(advance, strategy, iteration)))
+            persists.append(milliseconds(strategy.plan_persist))
+    return rows
 
 
 def table(rows: Rows, *, has_goal: bool) -> str:
@@ -336,12 +339,7 @@ def table(rows: Rows, *, has_goal: bool) -> str:
 
 def main() -> None:
     """Measure and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--units", type=int, default=20_000)
-    parser.add_argument("--ranks", type=int, default=1024, help="of the recovery that is planned")
-    parser.add_argument("--iterations", type=int, default=4, help="that are found for each rank")
-    parser.add_argument("--repetitions", type=int, default=9)
-    options = parse_options(parser, units=200, ranks=8, iterations=2, repetitions=1)
+    options = read_options(units=(20_000, 200), repetitions=(9, 1))
     torch.set_num_threads(1)
     count = options.repetitions
     with running_rank(options.units) as rank:
@@ -350,19 +348,19 @@ def main() -> None:
         beside |= measure_record(rank, count)
         beside["layout of a plan (included in the first snapshot)"] = rank.layouts.times_ms
         recovery = measure_recovery(rank, count)
-    recovery |= measure_plan(options.ranks, options.iterations, count)
-    conditions = (
-        f"{os.cpu_count()} cores; {options.units} units on one rank, a parameter and three tensors "
-        f"each; median (range) of {count}; load {os.getloadavg()[0]:.1f}. "
-        f"Python {platform.python_version()}, torch {torch.__version__}."
+    about = conditions(
+        f"{options.units} units on one rank, a parameter and three tensors each; median (range) of {count}."
     )
-    parts = [conditions, "Training thread, per iteration", table(training, has_goal=True)]
+    parts = [about, "Training thread, per iteration", table(training, has_goal=True)]
     parts += ["Alongside the training thread", table(beside, has_goal=False)]
     parts += [
         f"Slow-down of the training thread during a snapshot: {slow_down:.2f} x; longest wait of "
         f"{_PROBE_OPERATIONS} small operations: {wait_ms:.1f} ms."
     ]
     parts += ["Recovery", table(recovery, has_goal=False)]
+    layers = 2 if options.quick else NUM_LAYERS
+    parts += ["Counting tokens", table(measure_counting(layers, count), has_goal=False)]
+    parts += ["Selection, training thread", table(measure_selection(layers, count), has_goal=True)]
     show(parts, options.output)
 
 

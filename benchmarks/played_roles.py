@@ -18,23 +18,20 @@ import argparse
 import json
 import math
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.core.pipeline_parallel import schedules
 from megatron.training import get_args
 
-from benchmarks.conditions import conditions
-from benchmarks.output import markdown_table, parse_options, show, spread
+from benchmarks.jobs import data_folder, job_folder
+from benchmarks.output import conditions, markdown_table, read_options, show, spread
 from benchmarks.slow_stages import lasting
-from benchmarks.sparse_jobs import job_folder, write_data
 from megatron.fault_tolerance.degraded.rules import memory_of_role
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.arithmetic import ceil_div
 from moe_ft.planning.lost_ranks import Degraded, Layout
 from moe_ft.state.tensors import inner_optimizers
-from tests.demo_model import event_flags, layout_flags, model_flags
 from tests.distributed.test_played_roles import LOSSES, run_without
 from tests.harness import events, run_training
 from tests.played_roles import LOST, NODES
@@ -125,14 +122,9 @@ def job_row(name: str, folder: Path, data: list[str], options: argparse.Namespac
     case, num_ranks, batch = LAYOUTS[name]
     loss, lost_at = LOSSES[case], options.iterations // 2
     with job_folder(folder) as job:
-        flags = [
-            *model_flags(train_iters=options.iterations, global_batch_size=batch, clip_grad=0.0),
-            *layout_flags(loss.layout),
-            *data,
-            *event_flags(job.events),
-            *("--num-workers", "0", "--moe-ft-strategy", "dense", "--moe-ft-job-id", "test"),
-            *("--moe-ft-memory-dir", str(job.memory)),
-        ]
+        changes = {"train_iters": options.iterations, "global_batch_size": batch, "clip_grad": 0.0}
+        dense = ("--num-workers", "0", "--moe-ft-strategy", "dense")
+        flags = job.words(data, loss.layout, dense, changes)
         env = {LOST: json.dumps(loss.dead), LOST_AT: str(lost_at)}
         env[FORWARD] = str(options.forward_s)
         run_training(
@@ -161,12 +153,12 @@ def job_row(name: str, folder: Path, data: list[str], options: argparse.Namespac
 
 def main() -> None:
     """Print tables of counts and of jobs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--forward-s", type=float, default=0.2, metavar="S")
-    parser.add_argument("--counts", action="store_true", help="no jobs")
-    options = parse_options(parser, layouts=list(LAYOUTS)[:1], iterations=6, forward_s=0.05)
+    options = read_options(
+        layouts=(list(LAYOUTS), list(LAYOUTS)[:1]),
+        iterations=(12, 6),
+        forward_s=(0.2, 0.05, "of a stage"),
+        counts=(False, False, "no jobs"),
+    )
     parts = [
         conditions(f"Medians of iterations, a forward pass {options.forward_s} s."),
         markdown_table(
@@ -183,9 +175,8 @@ def main() -> None:
         ),
     ]
     if not options.counts:
-        with tempfile.TemporaryDirectory() as folder:
-            data = write_data(Path(folder))
-            rows = [job_row(name, Path(folder), data, options) for name in options.layouts]
+        with data_folder() as (folder, data):
+            rows = [job_row(name, folder, data, options) for name in options.layouts]
         headers = ("job", "healthy, s", "a role played, s", "ratio", "planned")
         memory = ("gradients + shard of a role, MB", "planned, MB")
         parts.append(markdown_table(rows, (*headers, *memory)))

@@ -1,21 +1,20 @@
 """Seconds from a kill until training runs again: restarts, restarts with `keep`, repairs, and a peer.
 
     python -m benchmarks.recovery_time [--ranks N ...] [--kinds NAME ...] [--parts NAME ...] [--repeats N]
-        [--failures N] [--failure-every N] [--barrier-iterations N] [--nvrx DIR] [--quick] [--output FILE.md]
+        [--failures N] [--failure-every N] [--nvrx DIR] [--quick] [--output FILE.md]
 
 recovery  Each job trains the demo model of the tests in pretrain_gpt_moe.py. Its highest rank is killed in
-          the backward of an iteration, --repeats times. benchmarks/recovery_moments.py has what is
+          the backward of an iteration, --repeats times. benchmarks/recoveries.py has what is
           measured, and checks that each kill was answered as it should be.
 ettr      The job of examples/quickstart.sh on 4 ranks, killed every 100 iterations, --failures times.
           ETTR is the time of all iterations, each once and as long as the median one, over the time from
           the beginning of the first to the end of the last.
-barrier   Seconds of an iteration with and without `--moe-ft-repair auto`, and no failure, in jobs that take
-          turns.
 
 All jobs of a part and size must end in the same state, bit for bit. Kinds:
 
 restart    torchrun starts all ranks again; those that it ends wait for nobody's report
 keep       the same under `moe_ft keep`
+sparse     likewise from sparse windows, the last iterations of which run again
 repair     --moe-ft-repair auto, strategy dense
 whole      the same with whole survivors: strategy sparse, --moe-ft-recovery local
 nvrx       the in-process wrapper of nvidia-resiliency-ext with its own intervals of 1 s, and the same program
@@ -28,8 +27,8 @@ then 1.
 """
 
 import argparse
+import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,40 +36,218 @@ from itertools import batched
 from pathlib import Path
 from statistics import median
 
-from benchmarks.conditions import conditions
-from benchmarks.event_logs import digests_of
-from benchmarks.output import distinct, markdown_table, parse_options, show, spread
-from benchmarks.quickstart import MODEL
-from benchmarks.recovery_jobs import (
-    KINDS,
-    REFERENCE,
-    Job,
-    NotRunError,
-    Result,
-    kills_of,
-    run_job,
+from benchmarks.inprocess import called_s, find_problem, run_in_process
+from benchmarks.jobs import (
+    MODELS,
+    SCRIPT,
+    Changes,
+    JobFolder,
+    data_folder,
+    job_folder,
+    run_under_torchrun,
 )
-from benchmarks.recovery_moments import (
+from benchmarks.output import conditions, distinct, markdown_table, read_options, show, spread
+from benchmarks.recoveries import (
     REPAIR_PHASES,
     RESTART_PHASES,
     Answer,
     Efficiency,
+    Expected,
+    Log,
     Moments,
     check_answers,
+    digests_of,
     efficiency_of,
-    iteration_times,
     read_moments,
 )
-from benchmarks.sparse_jobs import write_data
+from tests.harness import events
 
-RECOVERY, ETTR, BARRIER = "recovery", "ettr", "barrier"
-PARTS = (RECOVERY, ETTR, BARRIER)
+RECOVERY, ETTR = "recovery", "ettr"
+PARTS = [RECOVERY, ETTR]
 TARGET_SHARE, TARGETS_S = 0.1, {4: 0.35, 8: 2.0}
 ETTR_RANKS = 4
-WARM_ITERATIONS = 5  # the first iterations of a process are slower
 
 Row = tuple[str, ...]
 Size = tuple[str, int]  # part and ranks
+
+
+# --- jobs whose highest rank is killed again and again, one for each kind of answer
+
+WINDOW = 3
+NUM_RESERVES = 3  # as many as a user would hold; each makes the wrapper slower
+DENSE = ("--moe-ft-strategy", "dense")
+REPAIR = ("--moe-ft-repair", "auto")
+_SPARSE = ("--moe-ft-strategy", "sparse", "--moe-ft-window", str(WINDOW))
+_WHOLE = (
+    *(*_SPARSE, "--moe-ft-upstream-log"),
+    *("--moe-ft-breakpoints", "--moe-ft-recovery", "local"),
+)
+_REFUSAL = re.compile(rf"^{re.escape(SCRIPT)}: error: (.*)", re.M)
+
+
+class NotRunError(Exception):
+    """A job that cannot run here, with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """Kind of answer to a death.
+
+    Attributes:
+        title: for tables.
+        flags: of moe_ft.
+        keeps: whether ranks are forked by `moe_ft keep`.
+        is_local: whether the stages of the others run no iterations again.
+        interval_s: of a wrapper in the process: how often it looks, and how long it waits for other reports.
+        num_reserves: of a wrapper in the process: ranks that wait for a kill each; 0 for a kind without.
+    """
+
+    title: str
+    answer: Answer
+    flags: Sequence[str] = DENSE
+    keeps: bool = True
+    is_local: bool = False
+    interval_s: float = 0.0
+    num_reserves: int = 0
+
+
+KINDS = {
+    "restart": Kind(title="restart", answer=Answer.RESTART, keeps=False),
+    "keep": Kind(title="restart, keep", answer=Answer.RESTART),
+    "sparse": Kind(title="restart, keep, sparse", answer=Answer.RESTART, flags=_SPARSE),
+    "repair": Kind(title="repair", answer=Answer.REPAIR, flags=(*DENSE, *REPAIR)),
+    "whole": Kind(
+        title="repair, whole survivors, sparse",
+        answer=Answer.REPAIR,
+        flags=(*_WHOLE, *REPAIR),
+        is_local=True,
+    ),
+    "nvrx": Kind(
+        title="NVRx in-process",
+        answer=Answer.INPROCESS,
+        interval_s=1.0,
+        num_reserves=NUM_RESERVES,
+    ),
+    "nvrx-fast": Kind(
+        title="NVRx in-process, 0.1 s",
+        answer=Answer.INPROCESS,
+        interval_s=0.1,
+        num_reserves=NUM_RESERVES,
+    ),
+}
+REFERENCE = "restart"  # others are compared with it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """A job.
+
+    Attributes:
+        kind: of `KINDS`.
+        kills: ``[kill]`` the iteration that runs.
+        model: what differs from the demo model of the tests.
+    """
+
+    kind: str
+    num_ranks: int
+    kills: Sequence[int]
+    num_iterations: int
+    model: Changes = field(default_factory=dict)
+
+    @property
+    def expected(self) -> Expected:
+        """Return what its recoveries must be."""
+        kind = KINDS[self.kind]
+        return Expected(
+            answer=kind.answer,
+            killed=self.num_ranks - 1,
+            kills=self.kills,
+            is_local=kind.is_local,
+        )
+
+    def flags(self, data: Sequence[str], job: JobFolder) -> list[str]:
+        """Return the flags of the script."""
+        # Imports of many ranks on few cores may be minutes apart.
+        model: Changes = {"distributed_timeout_minutes": 3, "train_iters": self.num_iterations}
+        own = KINDS[self.kind].flags
+        flags = job.words(data, layout_of(self.num_ranks), own, {**self.model, **model})
+        for kill in self.kills:
+            flags += ["--moe-ft-inject-fault", f"kill:{self.num_ranks - 1}@{kill}:backward"]
+        return flags
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """Remains of a job.
+
+    Attributes:
+        logs: ``[rank]`` all events.
+        called_s: ``[kill]`` of a wrapper in the process: when the last rank has called its function again.
+    """
+
+    logs: Sequence[Log]
+    called_s: Sequence[float] = ()
+
+
+def layout_of(num_ranks: int) -> Mapping[str, int]:
+    """Return a layout with at least two stages, since healthy stages are what a local recovery spares."""
+    stages = max(2, num_ranks // 2)
+    return {"pp": stages, "ep": num_ranks // stages}
+
+
+def kills_of(num_kills: int) -> list[int]:
+    """Return the iterations of kills: each after a window, and a whole one after the recovery before it."""
+    return [WINDOW * (2 * number + 1) + 1 for number in range(num_kills)]
+
+
+def run_job(job: Job, data: Sequence[str], folder: Path, nvrx: Path) -> Result:
+    """Run a job to its end.
+
+    Args:
+        job: to run.
+        data: flags that name the data set.
+        folder: for what it leaves until it has been read.
+        nvrx: where nvidia-resiliency-ext is installed.
+
+    Raises:
+        NotRunError: if it is refused, or what it needs is not installed.
+        AssertionError: if it fails.
+    """
+    kind, ranks = KINDS[job.kind], range(job.num_ranks)
+    with job_folder(folder) as place:
+        flags, log_path = job.flags(data, place), place.log / "output"
+        if kind.answer is Answer.INPROCESS:
+            if problem := find_problem(nvrx):
+                raise NotRunError(problem)
+            run_in_process(
+                flags,
+                job.num_ranks,
+                num_kills=len(job.kills),
+                interval_s=kind.interval_s,
+                nvrx=nvrx,
+                log_path=log_path,
+            )
+        else:
+            # A repair needs no restarts: one that falls back to them fails.
+            restarts = len(job.kills) if kind.answer is Answer.RESTART else 0
+            try:
+                run_under_torchrun(
+                    [SCRIPT, *flags],
+                    job.num_ranks,
+                    max_restarts=restarts,
+                    log_path=log_path,
+                    keeps=kind.keeps,
+                )
+            except AssertionError as error:
+                if found := _REFUSAL.search(log_path.read_text(errors="replace")):
+                    raise NotRunError(found[1]) from error
+                raise
+        return Result(
+            logs=[events(place.events, rank) for rank in ranks],
+            called_s=called_s(place.log, job.num_ranks, len(job.kills))
+            if kind.answer is Answer.INPROCESS
+            else (),
+        )
 
 
 @dataclass(kw_only=True)
@@ -220,7 +397,7 @@ def measure_efficiency(
             num_ranks=ETTR_RANKS,
             kills=kills,
             num_iterations=kills[-1] + 1,
-            model=MODEL,
+            model=MODELS["quickstart"],
         )
         efficiency = bench.run(ETTR, job, lambda result: efficiency_of(result.logs[0]))
         if efficiency is not None:
@@ -237,44 +414,6 @@ def ettr_rows(found: Mapping[str, Efficiency], num_failures: int) -> Iterator[Ro
         )
 
 
-# --- the barrier
-
-
-BARRIER_HEADERS = (
-    *("ranks", "without, ms", "with, ms", "difference of pairs, ms", "of an iteration"),
-)
-
-
-def measure_barrier(
-    bench: Bench, num_ranks: int, repeats: int, num_iterations: int
-) -> list[tuple[float, float]]:
-    """Return ``[pair]`` the median seconds of an iteration without and with the flag."""
-    pairs = []
-    for _ in range(repeats):
-        seconds = []
-        for kind in ("keep", "repair"):
-            found = bench.run(BARRIER, _job(kind, num_ranks, (), num_iterations), _iteration_s)
-            if found is not None:
-                seconds.append(found)
-        if len(seconds) == 2:
-            pairs.append((seconds[0], seconds[1]))
-    return pairs
-
-
-def _iteration_s(result: Result) -> float:
-    return median(iteration_times(result.logs[0])[WARM_ITERATIONS:])
-
-
-def barrier_row(num_ranks: int, pairs: Sequence[tuple[float, float]]) -> Row:
-    """Return the row of a size."""
-    without, with_flag = ([1e3 * each for each in seconds] for seconds in zip(*pairs, strict=True))
-    costs = [after - before for before, after in zip(without, with_flag, strict=True)]
-    return (
-        *(str(num_ranks), spread(without, ".1f"), spread(with_flag, ".1f")),
-        *(spread(costs, ".1f"), f"{median(costs) / median(without):.1%}"),
-    )
-
-
 # --- all of it
 
 
@@ -287,13 +426,6 @@ def measure(options: argparse.Namespace, bench: Bench) -> list[str]:
             for ranks in options.ranks
         }
         parts += recovery_tables(found)
-    if BARRIER in options.parts:
-        pairs = {
-            ranks: measure_barrier(bench, ranks, options.repeats, options.barrier_iterations)
-            for ranks in options.ranks
-        }
-        rows = [barrier_row(ranks, each) for ranks, each in pairs.items() if each]
-        parts += ["The barrier of --moe-ft-repair", markdown_table(rows, BARRIER_HEADERS)]
     if ETTR in options.parts:
         efficiency = measure_efficiency(
             bench, options.kinds, options.failures, options.failure_every
@@ -308,29 +440,20 @@ def measure(options: argparse.Namespace, bench: Bench) -> list[str]:
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options; --quick has changed some."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--repeats", type=int, default=5, help="kills of a kind, pairs of jobs")
-    parser.add_argument("--failures", type=int, default=2, help="of the demo job")
-    parser.add_argument("--failure-every", type=int, default=100, help="iterations of the demo job")
-    parser.add_argument("--barrier-iterations", type=int, default=40, help="of each job")
-    parser.add_argument("--nvrx", type=Path, default=Path("runs/nvrx"), metavar="DIR")
-    options = parse_options(
-        parser,
+    options = read_options(
         words,
-        ranks=[2],
-        kinds=["repair"],
-        repeats=1,
-        failures=1,
-        failure_every=10,
-        barrier_iterations=WARM_ITERATIONS + 5,
+        ranks=([2, 4, 8], [2]),
+        kinds=(list(KINDS), ["repair"]),
+        parts=(PARTS,),
+        repeats=(5, 1, "kills of a kind"),
+        failures=(2, 1, "of the demo job"),
+        failure_every=(100, 10, "iterations of the demo job"),
+        nvrx=(Path("runs/nvrx"),),
     )
     if min(options.ranks) < 2 or any(ranks % 2 for ranks in options.ranks):
-        parser.error(f"--ranks must be even numbers from 2, not {options.ranks}: half are stages")
+        sys.exit(f"--ranks must be even numbers from 2, not {options.ranks}: half are stages")
     if options.repeats < 1 or options.failures < 1:
-        parser.error("--repeats and --failures must be 1 or more")
+        sys.exit("--repeats and --failures must be 1 or more")
     options.nvrx = options.nvrx.resolve()
     return options
 
@@ -339,9 +462,8 @@ def main() -> None:
     """Run all jobs and print the tables."""
     options = parse()
     parts = [conditions(f"Median (range) of {options.repeats}.")]
-    with tempfile.TemporaryDirectory(prefix="recovery_time_") as name:
-        data = write_data(Path(name))
-        bench = Bench(data=data, folder=Path(name), nvrx=options.nvrx)
+    with data_folder() as (folder, data):
+        bench = Bench(data=data, folder=folder, nvrx=options.nvrx)
         parts += measure(options, bench)
     if bench.not_run:
         parts.append("\n".join(bench.not_run))

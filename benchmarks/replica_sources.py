@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.conditions import conditions
-from benchmarks.output import markdown_table, parse_options, show, spread
+from benchmarks.output import conditions, markdown_table, read_options, show, spread
 from moe_ft.engine.links.messages import Put
 from moe_ft.engine.links.server import ReplicaKeeper
 from moe_ft.topology import RankInfo
@@ -132,12 +131,13 @@ def measure(options: argparse.Namespace) -> list[tuple[str, ...]]:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Run everything and print it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.replica_sources")
-    parser.add_argument("--factor", type=int, default=5_000, help="size of a source's state")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.set_defaults(sources=(1, 2, 4))
-    options = parse_options(parser, words, factor=50, seconds=2.5, rounds=1, sources=(1,))
+    options = read_options(
+        words,
+        factor=(5_000, 50, "size of a source's state"),
+        seconds=(5.0, 2.5, "of each measurement"),
+        rounds=(3, 1),
+        sources=([1, 2, 4], [1]),
+    )
     torch.set_num_threads(1)
     size_mb = 12 * options.factor * sum(SIZES.values()) / 1e6
     say = conditions(f"A source has {size_mb:,.1f} MB of state, and sends once per second.")

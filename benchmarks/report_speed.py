@@ -6,7 +6,6 @@ The logs are written here, with the fields and sizes of real ones: in each itera
 every 50 iterations a checkpoint on storage, twenty starts. One has the loads of all experts, one few ranks.
 """
 
-import argparse
 import json
 import os
 import re
@@ -21,8 +20,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.conditions import versions
-from benchmarks.output import markdown_table, parse_options, show
+from benchmarks.output import markdown_table, read_options, show, versions
 from moe_ft.events import event_path
 
 _ITERATION_S, _NUM_RECOVERIES, _BLOCK = 2.5, 20, 500
@@ -144,9 +142,7 @@ def _measure(folder: Path) -> tuple[float, float, int, int]:
 
 def main() -> None:
     """Write logs, read them, and show how long that took."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=5.0, help="of each log (default 5)")
-    options = parse_options(parser, gigabytes=0.05)
+    options = read_options(gigabytes=(5.0, 0.05, "of each log"))
     rows, load = [], f"load at the start {os.getloadavg()[0]:.1f}"
     for name, (num_ranks, has_loads) in _LOGS.items():
         with tempfile.TemporaryDirectory() as folder:

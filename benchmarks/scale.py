@@ -2,37 +2,51 @@
 
     python -m benchmarks.scale
 
-Placements and recoveries are planned by the functions of the product, on one core. So are manifests and the
-overview of another layout, for ranks of a model with 16 stages whose 256 experts are divided among 32 ranks,
-with the indexes that such ranks write. Seconds are those of the processor, as other processes share it.
-The last table is what all that makes of a repair, a start's look and a manifest (scale_costs.py). Agreement
-of many ranks in an iteration is in agreement.py.
+Placements and recoveries are planned by the functions of the product, on one core. So are manifests, for
+ranks of a model with 16 stages whose 256 experts are divided among 32 ranks, with indexes as they write them.
+Seconds are those of the processor, as other processes share it. The last table is what all that makes of a
+repair, a start's look and a manifest. Measured for it: requests of ranks in a round of repairs, what the
+store's process needs for one, a message through a group of eight and back, and the looks. Calculated:
+requests and levels at each size. The process of the store has a core of its own there, and the network adds
+what it adds. Agreement in an iteration is in agreement.py.
 """
 
-import argparse
+import itertools
+import os
+import signal
 import tempfile
+import threading
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import msgspec
+import psutil
+import torch.distributed as dist
 
-from benchmarks.conditions import versions
-from benchmarks.output import markdown_table, parse_options, show, spread
-from benchmarks.scale_costs import Own, table
+from benchmarks.output import markdown_table, read_options, show, spread, versions
+from megatron.fault_tolerance.repair.store import TorchStore
+from moe_ft.cluster import job_store
+from moe_ft.cluster.store_client import JobStore
+from moe_ft.engine import exchange
 from moe_ft.engine.persist.manifests import write_manifest
 from moe_ft.files.storage import Storage, rank_path
 from moe_ft.format.encoding import FORMAT, checksum, encode
 from moe_ft.format.entries import GlobalPlace, ParameterEntry, TensorEntry, UnitEntry
-from moe_ft.format.identity import Identity, Start
+from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
-from moe_ft.format.records import IterationRecord, OptimizerRecord
-from moe_ft.planning.levels import divide, plan_levels
+from moe_ft.format.records import OptimizerRecord
+from moe_ft.planning.levels import FAN_OUT, divide, plan_levels
 from moe_ft.planning.placement import place_replicas, plan_node_memory
 from moe_ft.planning.recovery import Plan, Version, plan_recovery, plan_to_keep
-from moe_ft.planning.relayout import ModelTensor
 from moe_ft.planning.shares import Common, share_out
 from moe_ft.recovery.inventory import (
     Inventory,
@@ -41,8 +55,173 @@ from moe_ft.recovery.inventory import (
     merge_packed,
     pack,
 )
-from moe_ft.recovery.overview import Overview, merge, number_of
 from moe_ft.topology import RankInfo, Topology
+from tests.many_ranks import TOKEN, measure
+from tests.unit.moe_ft.builders import make_identity, make_record
+
+_NUM_CALLS, _NUM_CALLERS = 2000, 8
+_NUM_ROUNDS = (
+    30  # times that all ranks exchange something in a recovery, counted in a job of 4 ranks
+)
+_SUMMED_STAGES = 16
+_TIMEOUT = timedelta(seconds=60)
+_HEADINGS = (
+    *("ranks", "requests", "store s", "exchanges s", "look s", "plan s", "repair s"),
+    "manifest s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Measured figures.
+
+    Attributes:
+        per_rank: requests of a rank in a round of repairs.
+        request_s: of the store's process, for a request.
+        per_member: requests of a member to make a group of gloo.
+        hop_s: for a message up to the leader of a group, and down again.
+    """
+
+    per_rank: float
+    request_s: float
+    per_member: float
+    hop_s: float
+
+
+def measure_constants(num_ranks: int) -> Constants:
+    """Measure on this machine."""
+    _, repair = measure(num_ranks)
+    request_s, per_member = _measure_store()
+    return Constants(
+        (repair.writes + repair.answers) / num_ranks, request_s, per_member, _measure_hop_s()
+    )
+
+
+@contextmanager
+def served(num_ranks: int) -> Iterator[Callable[[], TorchStore]]:
+    """Keep the job's store in a process of its own; yield what connects to it."""
+    listener = job_store.listen_at(("127.0.0.1", 0), is_alone=True)
+    port = listener.getsockname()[1]
+    if (server := os.fork()) == 0:
+        job_store.serve(listener, "", TOKEN, num_ranks)
+    listener.close()
+    try:
+        yield lambda: TorchStore(JobStore(("127.0.0.1", port), "", TOKEN))
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+
+
+def _measure_store() -> tuple[float, float]:
+    """Return the seconds of a core for a request, and the requests of a member of a group of gloo."""
+    asked = Counter[str]()
+    with served(64) as connect:
+        (server,) = psutil.Process().children()[-1:]
+        stores: list[Any] = [connect() for _ in range(_NUM_CALLERS)]
+
+        def call(store: Any) -> None:
+            for _ in range(_NUM_CALLS):
+                store.compare_set("key", "-", "-")
+
+        begin_s = sum(server.cpu_times()[:2])
+        with ThreadPoolExecutor(_NUM_CALLERS) as pool:
+            list(pool.map(call, stores))
+        request_s = (sum(server.cpu_times()[:2]) - begin_s) / (_NUM_CALLERS * _NUM_CALLS)
+        for store in stores:
+            _count(store, asked)
+        _make_group(stores)
+    return request_s, asked.total() / _NUM_CALLERS
+
+
+def _count(store: TorchStore, asked: Counter[str]) -> None:
+    ask = store._store._ask
+
+    def counting(request: Any) -> Any:
+        asked[request.op] += 1
+        return ask(request)
+
+    store._store._ask = counting  # type: ignore[method-assign]
+
+
+def _make_group(stores: Sequence[Any]) -> list[Any]:
+    size = len(stores)
+
+    def make(rank: int) -> Any:
+        return dist.ProcessGroupGloo(dist.PrefixStore("group", stores[rank]), rank, size, _TIMEOUT)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(make, range(size)))
+
+
+def _measure_hop_s(num_times: int = 200) -> float:
+    """Return the seconds for a small message of all members of a group up to its leader, and down again.
+
+    The members are threads here and share cores: the best of many times counts.
+    """
+    store = dist.HashStore()
+    groups = _make_group([store] * FAN_OUT)
+    together = threading.Barrier(FAN_OUT)
+
+    def pass_on(rank: int) -> float:
+        seconds = []
+        for _ in range(num_times):
+            together.wait()
+            begin_s = time.perf_counter()
+            found = exchange.gather(groups[rank], b"x" * 100)
+            exchange.scatter(groups[rank], [b"x" * 100] * FAN_OUT if found else [])
+            seconds.append(time.perf_counter() - begin_s)
+        return min(seconds)
+
+    with ThreadPoolExecutor(FAN_OUT) as pool:
+        return max(pool.map(pass_on, range(FAN_OUT)))
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Measured seconds at a size: of rank 0 to plan a recovery, of a start's look, and of a manifest."""
+
+    num_ranks: int
+    plan_s: float
+    look_s: float
+    manifest_s: float
+
+
+def table(sizes: Sequence[Own], num_counted: int) -> list[str]:
+    """Return the constants, and a table of what they make at each size.
+
+    Args:
+        num_counted: ranks of the repair in which requests are counted.
+    """
+    known = measure_constants(num_counted)
+    return [
+        f"Measured: {known.per_rank:.1f} requests of a rank in a round of repairs of {num_counted} ranks, "
+        f"{1e6 * known.request_s:.0f} us of the store's process for each; {known.per_member:.1f} requests "
+        f"of a member of a group of gloo; {1e3 * known.hop_s:.2f} ms for {FAN_OUT} messages to a leader "
+        "and back",
+        "A repair without Megatron's own work. Calculated: requests of the rounds, and of the groups of the "
+        f"barrier, the agreement and the sums of {_SUMMED_STAGES} stages, made again; {_NUM_ROUNDS} "
+        "exchanges of all ranks, which take all levels up and down. Measured: looks, plans, manifests",
+        markdown_table((_cost_row(each, known) for each in sizes), _HEADINGS),
+    ]
+
+
+def _cost_row(own: Own, known: Constants) -> tuple[str, ...]:
+    num_ranks = own.num_ranks
+    num_stages = min(_SUMMED_STAGES, max(1, num_ranks // FAN_OUT))
+    # Barrier, agreement, and the sums of the stages.
+    members = 2 * _num_members(num_ranks) + num_stages * _num_members(num_ranks // num_stages)
+    requests = num_ranks * known.per_rank + members * known.per_member
+    store_s = requests * known.request_s
+    exchanges_s = _NUM_ROUNDS * len(plan_levels(range(num_ranks))) * known.hop_s
+    repair_s = store_s + exchanges_s + own.look_s + own.plan_s
+    seconds = (store_s, exchanges_s, own.look_s, own.plan_s, repair_s, own.manifest_s)
+    return (f"{num_ranks:,}", f"{requests:,.0f}", *(f"{each:.2f}" for each in seconds))
+
+
+def _num_members(num_ranks: int) -> int:
+    """Return the members of all groups of the levels of some ranks."""
+    return sum(len(group) for level in plan_levels(range(num_ranks)) for group in level)
+
 
 _SIZES = (64, 1024, 4096, 16384)
 _NUM_COUNTED = 512  # ranks whose requests of the store are counted
@@ -194,7 +373,6 @@ def _recover(num_ranks: int, num_times: int) -> tuple[list[object], float, float
 
 
 _STAGES, _EP, _LAYERS, _EXPERTS = 16, 32, 4, 256  # layers of a stage, experts of a layer
-_OTHER_STAGES, _OTHER_EP = 8, 64
 _RANDOM_STATES = {
     "cpu": "A" * 6700,
     "numpy": [*range(1_000_000_000, 1_000_000_625)],
@@ -203,28 +381,19 @@ _RANDOM_STATES = {
 }
 
 
-def _experts(stage: int, ep_rank: int, num_stages: int, ep: int) -> Iterator[tuple[int, int]]:
-    """Yield the layers and experts of a rank."""
-    layers, experts = _STAGES * _LAYERS // num_stages, _EXPERTS // ep
-    for layer in range(stage * layers, (stage + 1) * layers):
-        for expert in range(ep_rank * experts, (ep_rank + 1) * experts):
-            yield layer, expert
-
-
-def _tensor_of(layer: int, expert: int, name: str) -> ModelTensor:
-    return ModelTensor(f"decoder.layers.mlp.experts.experts.{name}.weight", (layer, expert), "")
-
-
 def index_of(rank: int, identity: Identity) -> Index:
     """Return the index of a rank that has the masters and moments of 32 experts."""
     units, parameters = {}, {}
-    for layer, expert in _experts(rank % _STAGES, rank // _STAGES % _EP, _STAGES, _EP):
+    first_layer, first_expert = rank % _STAGES * _LAYERS, rank // _STAGES % _EP * _EXPERTS // _EP
+    for layer, expert in itertools.product(
+        range(first_layer, first_layer + _LAYERS),
+        range(first_expert, first_expert + _EXPERTS // _EP),
+    ):
         tensors = []
         for name in ("linear_fc1", "linear_fc2"):
             of = f"chunk0.decoder.layers.{layer}.mlp.experts.{name}.weight{expert}"
-            key, offset, _ = _tensor_of(layer, expert, name)
-            shape = (4096, 7168)
-            place = GlobalPlace(key, (64, 256, *shape), (*offset, 0, 0), (0, 0), shape)
+            key, shape = f"decoder.layers.mlp.experts.experts.{name}.weight", (4096, 7168)
+            place = GlobalPlace(key, (64, 256, *shape), (layer, expert, 0, 0), (0, 0), shape)
             parameters[of] = ParameterEntry(shape=shape, places=(place,))
             tensors += [
                 TensorEntry(of, kind, 0, 1 << 20, "F32", 0) for kind in ("param", "exp_avg")
@@ -239,22 +408,11 @@ def index_of(rank: int, identity: Identity) -> Index:
             tensors=tuple(tensors),
         )
     groups = tuple({f"setting-{number}": number for number in range(14)} for _ in range(2))
-    record = IterationRecord(
-        iteration=100,
-        grad_norm=1.0,
-        grad_norms_by_group={},
-        num_tokens=None,
+    record = msgspec.structs.replace(
+        make_record(100),
         optimizers=(OptimizerRecord(groups=groups, steps={"*": 100.0}),) * 2,
         scheduler={f"setting-{number}": number for number in range(12)},
-        consumed_train_samples=1,
-        consumed_valid_samples=0,
-        skipped_train_samples=0,
-        num_floating_point_operations=1.0,
-        num_microbatches=8,
         rng=_RANDOM_STATES,
-        buffers={},
-        extra_state={},
-        tokens_per_expert={},
     )
     return Index(
         format=FORMAT,
@@ -275,14 +433,8 @@ def index_of(rank: int, identity: Identity) -> Index:
 def identity_of(num_ranks: int) -> Identity:
     """Return the run of so many ranks, with as many settings as Megatron has."""
     settings = {f"--setting-{number}": number for number in range(_NUM_SETTINGS)}
-    return Identity(
-        job_id="job",
-        lineage="run",
-        history=(Start(number=0, resumed_at=0, name="first"),),
-        fingerprint=settings,
-        world_size=num_ranks,
-        strategy="sparse",
-        replay_settings=settings,
+    return msgspec.structs.replace(
+        make_identity(world_size=num_ranks), fingerprint=settings, replay_settings=settings
     )
 
 
@@ -340,36 +492,6 @@ def _look_at_node() -> float:
     return seconds
 
 
-def _overview(num_ranks: int) -> list[object]:
-    """Join what the leaders of the top group have found of another layout."""
-    identity, version = identity_of(num_ranks), _version_in(num_ranks)
-    (members,) = plan_levels(range(num_ranks))[-1]
-    leaders = [Overview() for _ in members]
-    for rank in range(num_ranks):
-        leader = leaders[rank * len(members) // num_ranks]
-        leader.add(rank, version(rank), index_of(rank, identity), is_own=True)
-    start = time.process_time()
-    found = merge(leaders)
-    indexes = found.indexes()
-    seconds = time.process_time() - start
-    needed = _experts(0, 0, _OTHER_STAGES, _OTHER_EP)
-    tensors = (_tensor_of(*each, name) for each in needed for name in ("linear_fc1", "linear_fc2"))
-    opened = len(found.places_of(map(number_of, tensors)))
-    message = len(msgspec.msgpack.encode(found)) / 2**20
-    return [f"{num_ranks:,}", f"{seconds:.3f}", f"{message:.2f}", len(indexes), f"{opened:,}"]
-
-
-def _version_in(num_ranks: int) -> Callable[[int], Version]:
-    history = identity_of(num_ranks).history
-
-    def version_of(rank: int) -> Version:
-        return Version(
-            rank=rank, iteration=100, lineage="run", history=history, node="n", path=f"{rank}"
-        )
-
-    return version_of
-
-
 def _planned(
     sizes: Sequence[int], num_times: int, recovered: Iterable[Sequence[object]]
 ) -> list[str]:
@@ -386,26 +508,18 @@ def _planned(
     ]
 
 
-def _indexed(sizes: Sequence[int], manifests: Iterable[Sequence[object]]) -> list[str]:
-    """Return what manifests and the overview of another layout take."""
+def _indexed(manifests: Iterable[Sequence[object]]) -> list[str]:
+    """Return what manifests take."""
     return [
         "Manifest of a checkpoint, by the writer of rank 0, next to training: indexes that it reads, seconds "
         "of a core, and the manifest",
         markdown_table(manifests, ("ranks", "indexes MiB", "s", "manifest MiB")),
-        "Recovery in another layout: rank 0 joins what its group has found, and all ranks get that. Heads "
-        f"are what ranks had for themselves, each once. A rank of {_OTHER_STAGES} stages with {_OTHER_EP} "
-        "ranks for the experts opens some of the indexes, not all",
-        markdown_table(
-            map(_overview, sizes), ("ranks", "join s", "message MiB", "heads", "indexes opened")
-        ),
     ]
 
 
 def main() -> None:
     """Measure and count, and show both."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--times", type=int, default=5, help="of each plan (default 5)")
-    options = parse_options(parser, times=1)
+    options = read_options(times=(5, 1, "of each plan"))
     sizes = _SIZES[:2] if options.quick else _SIZES
     recovered = [_recover(size, options.times) for size in sizes]
     manifests, node_s = [_manifest(size) for size in sizes], _look_at_node()
@@ -418,7 +532,7 @@ def main() -> None:
     parts = [
         f"One core; median (range) of {options.times}. {versions()}.",
         *_planned(sizes, options.times, (row for row, _, _ in recovered)),
-        *_indexed(sizes, (row for row, _, _ in manifests)),
+        *_indexed(row for row, _, _ in manifests),
         *table(own, 64 if options.quick else _NUM_COUNTED),
     ]
     show(parts, options.output)

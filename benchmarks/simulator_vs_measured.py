@@ -26,6 +26,7 @@ import argparse
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -36,26 +37,183 @@ from pathlib import Path
 from statistics import StatisticsError
 from typing import Any
 
-from benchmarks.conditions import conditions
-from benchmarks.lost_nodes import (
-    BASELINE,
-    LEAST_DISTANCE,
-    NUM_NODES,
-    PRESETS,
-    Row,
-    draw_failures,
-    rows,
-    run_row,
-)
-from benchmarks.measured_profile import Profile
-from benchmarks.output import ROOT, markdown_table, parse_options, show
-from benchmarks.quickstart import MODEL
-from benchmarks.sparse_jobs import write_data
+from benchmarks.jobs import MODELS, SCRIPT, data_folder, job_folder
+from benchmarks.measured_profile import WARM_ITERATIONS, Profile, iteration_s_of, read_profile
+from benchmarks.output import ROOT, conditions, markdown_table, read_options, show
+from benchmarks.recoveries import Answer, Expected, check_answers, digests_of
 from moe_ft.planning.costs import RecoveryKind
 from moe_ft.planning.time_shares import Spent, TimeShares, calculate_shares
 from moe_ft.simulate.course import Pool, run_course
 from moe_ft.simulate.failures import Change, Failures
 from moe_ft.simulate.repetitions import Setting, simulate
+from tests.harness import events
+from tests.nodes import Nodes
+
+NUM_RANKS, NUM_NODES = 4, 2
+LAYOUT = {"pp": 2, "ep": 2}  # a node is a stage
+BASELINE = "none"
+LEAST_DISTANCE = (
+    8  # iterations from a failure to the next: a recovery, and a state that is complete again
+)
+# Iterations between states on storage. `auto` profiles the first iterations of each start, which are most of
+# those between two failures here, and next to none where failures are hours apart.
+INTERVAL = 4
+TAIL = 8  # iterations after the last failure
+_DEADLINE_S = 900.0
+_REPAIR = ("--moe-ft-repair", "auto")
+_LOCAL = (*_REPAIR, "--moe-ft-upstream-log", "--moe-ft-breakpoints", "--moe-ft-recovery", "local")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preset:
+    """A preset of examples/presets.
+
+    Attributes:
+        settings: environment variables of its script.
+        flags: after those that it prints.
+        replicas: nodes that keep a copy; 0 if states are on storage.
+        recoveries: those that it can have.
+    """
+
+    title: str
+    settings: Mapping[str, str]
+    replicas: int
+    is_exact: bool
+    flags: Sequence[str] = ()
+    recoveries: Sequence[str] = ("keep", "repair", "restart")
+
+
+PRESETS = {
+    "moevement": Preset(
+        title="MoEvement",
+        settings={"WINDOW": "3"},
+        replicas=1,
+        is_exact=True,
+        recoveries=("local", "keep", "repair", "restart"),
+    ),
+    "gemini": Preset(title="Gemini", settings={}, replicas=1, is_exact=True),
+    "checkfreq": Preset(
+        title="CheckFreq",
+        settings={},
+        replicas=0,
+        is_exact=True,
+        flags=("--moe-ft-interval", f"{INTERVAL}"),
+    ),
+    "moc": Preset(
+        title="MoC-System", settings={"INTERVAL": f"{INTERVAL}"}, replicas=0, is_exact=False
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A job: a preset with a recovery, or without both."""
+
+    preset: str
+    recovery: str
+
+    @property
+    def name(self) -> str:
+        """Its name in the results."""
+        return self.preset if self.preset == BASELINE else f"{self.preset}-{self.recovery}"
+
+    def flags(self, persist_dir: Path) -> list[str]:
+        """Return the flags of moe_ft."""
+        if self.preset == BASELINE:
+            return []
+        settings = dict(PRESETS[self.preset].settings)
+        if not PRESETS[self.preset].replicas:
+            settings["PERSIST_DIR"] = str(persist_dir)
+        printed = subprocess.run(
+            [ROOT / "examples" / "presets" / f"{self.preset}.sh"],
+            env={"PATH": os.environ["PATH"], **settings},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        more = {"repair": _REPAIR, "local": _LOCAL}.get(self.recovery, ())
+        return [*printed, *PRESETS[self.preset].flags, *more]
+
+
+def rows(names: Sequence[str]) -> list[Row]:
+    """Return the rows to run, that without fault tolerance first."""
+    found = [Row(preset=BASELINE, recovery="")]
+    order = ("keep", "repair", "local", "restart")  # the slowest last
+    found += [
+        Row(preset=preset, recovery=recovery)
+        for recovery in order
+        for preset, each in PRESETS.items()
+        if recovery in each.recoveries
+    ]
+    return [each for each in found if not names or each.name in (*names, BASELINE)]
+
+
+def draw_failures(num_failures: int, every: int) -> list[tuple[int, int]]:
+    """Return iterations that are interrupted, and a rank of the node that is lost in each."""
+    drawn = random.Random(40)  # noqa: S311 - no secret
+    iteration, found = WARM_ITERATIONS, []
+    for _ in range(num_failures):
+        rest = drawn.expovariate(1 / (every - LEAST_DISTANCE))
+        iteration += LEAST_DISTANCE + math.ceil(rest)
+        found.append((iteration, drawn.randrange(NUM_RANKS)))
+    return found
+
+
+def run_row(
+    row: Row, failures: Sequence[tuple[int, int]], data: Sequence[str], folder: Path
+) -> Any:
+    """Run a job, check it, and return what is kept of it.
+
+    Raises:
+        AssertionError: if it fails, or a failure was answered otherwise than it should be.
+    """
+    with job_folder(folder) as job:
+        length = {"train_iters": failures[-1][0] + TAIL, "distributed_timeout_minutes": 3}
+        flags = row.flags(job.log / "persisted")
+        words = job.words(data, LAYOUT, flags, {**MODELS["quickstart"], **length})
+        if row.preset == BASELINE:
+            words = [word for word in words if word not in job.memory_flags]
+        else:
+            for iteration, rank in failures:
+                words += ["--moe-ft-inject-fault", f"lose-node:{rank}@{iteration}:backward"]
+        is_kept = row.recovery not in ("", "restart")
+        answers_alone = row.recovery in (
+            "repair",
+            "local",
+        )  # one that falls back to a restart fails
+        with Nodes(
+            job.log,
+            [SCRIPT, *words],
+            num_nodes=NUM_NODES,
+            num_ranks=NUM_RANKS,
+            max_restarts=0 if answers_alone else len(failures) + 2,
+            keeps=is_kept,
+            env={"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        ) as nodes:
+            nodes.start("node0", "node1")
+            codes = nodes.wait(_DEADLINE_S)
+            said = "\n".join(nodes.log(name)[-3000:] for name in ("node0", "node1"))
+        assert codes == [0] * NUM_NODES, f"{row.name} ended with {codes}\n{said}"
+        logs = [events(job.events, rank) for rank in range(NUM_RANKS)]
+    if row.preset == BASELINE:
+        return {"iteration_s": iteration_s_of(logs), "digests": digests_of(logs)}
+    check_answers(logs, expected_of(row, failures))
+    return {"profile": read_profile(logs).as_object(), "digests": digests_of(logs)}
+
+
+def expected_of(row: Row, failures: Sequence[tuple[int, int]]) -> Expected:
+    """Return what the recoveries of a row must be: answered as it says, from where the preset keeps state."""
+    is_repair, preset = row.recovery in ("repair", "local"), PRESETS[row.preset]
+    return Expected(
+        answer=Answer.REPAIR if is_repair else Answer.RESTART,
+        kills=[iteration for iteration, _ in failures],
+        is_local=row.recovery == "local",
+        tier="peer" if preset.replicas else "storage",
+        is_exact=preset.is_exact,
+    )
+
+
+# --- results
 
 TARGET = 0.02
 PAPER_ITERATIONS = 600  # MTBF of MoEvement's headline
@@ -95,8 +253,7 @@ def run_rows(options: argparse.Namespace, results: Results) -> list[str]:
     """Run the rows that are missing and fit, and return lines on those that have failed."""
     begun_s, lines = time.monotonic(), []
     failures = draw_failures(options.failures, options.every)
-    with tempfile.TemporaryDirectory(prefix="simulator_vs_measured_") as name:
-        data = write_data(Path(name))
+    with data_folder() as (folder, data):
         for row in rows(options.rows):
             if row.name in results.rows:
                 continue
@@ -107,7 +264,7 @@ def run_rows(options: argparse.Namespace, results: Results) -> list[str]:
             print(f"{row.name}, {left_s / 60:.0f} minutes left", file=sys.stderr, flush=True)
             start_s, load = time.monotonic(), os.getloadavg()[0]
             try:
-                found = run_row(row, failures, data, Path(name))
+                found = run_row(row, failures, data, folder)
                 check_digests(row, found, results.rows)
             except (AssertionError, StatisticsError, subprocess.TimeoutExpired) as error:
                 print(error, file=sys.stderr, flush=True)
@@ -261,24 +418,21 @@ def _profile_row(each: Compared, tokens: int) -> Sequence[str]:
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the options; --quick has changed some."""
     names = [each.name for each in rows(())][1:]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--failures", type=int, default=10, help="of each row")
-    parser.add_argument("--every", type=int, default=24, help="iterations between them on average")
-    parser.add_argument("--rows", nargs="+", choices=names, default=[], help="all by default")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="for rows that begin")
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=ROOT / "runs" / "simulator_vs_measured.json",
-        metavar="FILE.json",
-        help="rows that have run, which do not run again",
-    )
     quick = Path(tempfile.gettempdir()) / f"simulator_vs_measured_{os.getpid()}.json"
-    options = parse_options(
-        parser, words, failures=2, every=LEAST_DISTANCE + 2, rows=["gemini-keep"], results=quick
+    options = read_options(
+        words,
+        failures=(10, 2, "of each row"),
+        every=(24, LEAST_DISTANCE + 2, "iterations between them on average"),
+        rows=(names, ["gemini-keep"]),
+        minutes=(math.inf, math.inf, "for rows that begin"),
+        results=(
+            ROOT / "runs" / "simulator_vs_measured.json",
+            quick,
+            "rows that have run, which do not run again",
+        ),
     )
     if options.failures < 1 or options.every <= LEAST_DISTANCE:
-        parser.error(f"--failures must be 1 or more, --every more than {LEAST_DISTANCE}")
+        sys.exit(f"--failures must be 1 or more, --every more than {LEAST_DISTANCE}")
     return options
 
 
@@ -287,7 +441,8 @@ def main() -> None:
     options = parse()
     parts = [conditions(f"{options.failures} failures a row, every {options.every} iterations.")]
     results = Results(
-        options.results, {"failures": options.failures, "every": options.every, "model": MODEL}
+        options.results,
+        {"failures": options.failures, "every": options.every, "model": MODELS["quickstart"]},
     )
     lines = run_rows(options, results)
     known = results.rows
@@ -301,7 +456,7 @@ def main() -> None:
         for each in rows(())[1:]
         if each.name in known and BASELINE in known
     ]
-    tokens = int(MODEL["seq_length"]) * 16 * 2  # of a batch, with top-k
+    tokens = int(MODELS["quickstart"]["seq_length"]) * 16 * 2  # of a batch, with top-k
     show([*parts, *tables(found, tokens), *(["\n".join(lines)] if lines else [])], options.output)
     sys.exit(int(any("FAILED" in line for line in lines)))
 

@@ -29,22 +29,17 @@ iteration (free) while the replacements are built.
 import argparse
 import re
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.conditions import conditions
-from benchmarks.event_logs import check_not_degraded
 from benchmarks.inprocess import WrappedNodes, find_problem
-from benchmarks.output import markdown_table, parse_options, show, spread
-from benchmarks.recovery_moments import REPAIR_PHASES
-from benchmarks.sparse_jobs import JobFolder, job_folder, write_data
-from moe_ft.events import event_path
-from tests.demo_model import event_flags, layout_flags, model_flags
+from benchmarks.jobs import JobFolder, data_folder, job_folder
+from benchmarks.output import conditions, markdown_table, read_options, show, spread
+from benchmarks.recoveries import OF_SURVIVORS, REPAIR_PHASES, check_not_degraded
 from tests.harness import events
 from tests.kept_nodes import KeptNodes
 from tests.namespaces import Namespaces, why_none
@@ -58,7 +53,6 @@ _WARM_ITERATIONS = 8  # before the first loss, and between two
 _DEADLINE_S = 300.0
 _ENDLESS = 100_000  # iterations: the job ends with its last loss
 _PLAYED = ("--moe-ft-without-spare", "reroute")
-_OF_SURVIVORS = ("notice", "free")
 _SILENT = re.compile(r"is lost: silent for ([\d.]+) s")
 
 
@@ -89,24 +83,9 @@ class Watched:
         per_node = _NUM_RANKS // (len(names) - 1)
         self._lost = list(range(_NUM_RANKS - per_node, _NUM_RANKS))
 
-    def events(self, kind: str, rank: int) -> list[dict[str, Any]]:
-        """Return the events of a kind that a rank has logged so far."""
-        has_begun = event_path(self._place.events, rank).exists()
-        return events(self._place.events, rank, kind) if has_begun else []
-
     def wait_for_iterations(self, since_s: float, number: int) -> float:
         """Wait until each rank has finished some iterations since a time; return that of the last rank."""
-
-        def found() -> float | None:
-            times = [
-                [each["time"] for each in self.events("iteration", rank) if each["time"] > since_s]
-                for rank in range(_NUM_RANKS)
-            ]
-            return (
-                max(each[number - 1] for each in times) if min(map(len, times)) >= number else None
-            )
-
-        return wait_for(found, f"{number} iterations", _DEADLINE_S, poll_s=0.5)
+        return self._place.wait_for_iterations(_NUM_RANKS, since_s, number)
 
     def lose(self, *, is_cut: bool) -> float:
         """Lose the node that trains and does not keep the store; return when."""
@@ -147,7 +126,7 @@ class Watched:
 
     def replace_rank(self, nodes: KeptNodes) -> Loss:
         """Kill a rank of the node that does not keep the store."""
-        pid = self.events("start", 3)[-1]["pid"]
+        pid = self._place.logged(3, "start")[-1]["pid"]
         killed_s = time.time()
         kill_all([each for each in nodes.processes(self._active) if each.pid == pid])
         return self._repaired(killed_s, [3])
@@ -172,7 +151,7 @@ class Watched:
 
         def found() -> list[dict[str, Any]]:
             later = [
-                [each for each in self.events("repair", rank) if each["time"] > lost_s]
+                [each for each in self._place.logged(rank, "repair") if each["time"] > lost_s]
                 for rank in live
             ]
             return [each[0] for each in later] if all(later) else []
@@ -185,7 +164,7 @@ class Watched:
             name: max(
                 each["phases_s"].get(name, 0.0)
                 for rank, each in zip(live, repairs, strict=True)
-                if not dead or (rank in dead) is (name not in _OF_SURVIVORS)
+                if not dead or (rank in dead) is (name not in OF_SURVIVORS)
             )
             for name in REPAIR_PHASES
         }
@@ -204,7 +183,10 @@ def run(kind: str, data: Sequence[str], folder: Path, options: argparse.Namespac
     is_one_job = kind not in ("restart", "nvrx")
     for _ in range(1 if is_one_job else options.repeats):
         with job_folder(folder) as place, Namespaces(*names) as networks:
-            flags = _flags(data, place, _LAYOUTS[options.nodes])
+            # Log lines of experts need collectives between iterations: a death in one ends the job.
+            endless = {"train_iters": _ENDLESS, "log_interval": _ENDLESS}
+            dense = ("--moe-ft-strategy", "dense")
+            flags = place.words(data, _LAYOUTS[options.nodes], dense, endless)
             if kind == "nvrx":
                 with WrappedNodes(
                     flags,
@@ -254,18 +236,6 @@ def _repair(kind: str, repeats: int, watched: Watched, nodes: KeptNodes) -> Iter
         since_s = time.time()
 
 
-def _flags(data: Sequence[str], place: JobFolder, layout: Mapping[str, int]) -> list[str]:
-    return [
-        # Log lines of experts need collectives between iterations: a death in one ends the job.
-        *model_flags(train_iters=_ENDLESS, log_interval=_ENDLESS),
-        *layout_flags(layout),
-        *data,
-        *event_flags(place.events),
-        *("--moe-ft-strategy", "dense"),
-        *("--moe-ft-memory-dir", str(place.memory), "--moe-ft-job-id", "benchmark"),
-    ]
-
-
 def rows(found: dict[str, list[Loss]]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each kind."""
     for kind, losses in found.items():
@@ -278,13 +248,13 @@ def rows(found: dict[str, list[Loss]]) -> Iterator[tuple[str, ...]]:
 
 def main() -> None:
     """Lose nodes, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--nodes", type=int, choices=_LAYOUTS, default=2, help="that train")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--repeats", type=int, default=5, help="losses of a kind")
-    parser.add_argument("--lost-after", type=int, default=10, metavar="SECONDS")
-    parser.add_argument("--nvrx", type=Path, default=Path("runs/nvrx"), metavar="DIR")
-    options = parse_options(parser, None, kinds=["killed"], repeats=1)
+    options = read_options(
+        nodes=(2, 2, "that train: 2 or 4"),
+        kinds=(list(KINDS), ["killed"]),
+        repeats=(5, 1, "losses of a kind"),
+        lost_after=(10, 10, "seconds"),
+        nvrx=(Path("runs/nvrx"),),
+    )
     parts = [conditions(f"Median (range) of {options.repeats}; --lost-after {options.lost_after}.")]
     if reason := why_none():
         show([*parts, markdown_table([(f"not run: {reason}",)], ("kind",))], options.output)
@@ -296,11 +266,10 @@ def main() -> None:
         options.kinds.remove("played")
         parts.append(f"played: not run: give --nodes {_NUM_RANKS}; of two nodes each has a stage.")
     found = {}
-    with tempfile.TemporaryDirectory(prefix="spare_nodes_") as name:
-        data = write_data(Path(name))
+    with data_folder() as (folder, data):
         for kind in options.kinds:
             print(kind, file=sys.stderr, flush=True)
-            found[kind] = run(kind, data, Path(name), options)
+            found[kind] = run(kind, data, folder, options)
     headers = ("kind", "to the next iteration, s", *(f"{name}, s" for name in REPAIR_PHASES))
     parts += ["Seconds from the loss", markdown_table(rows(found), headers)]
     show(parts, options.output)

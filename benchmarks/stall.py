@@ -1,6 +1,6 @@
 """Cost of a checkpoint to training: seconds blocked, until complete and lost, and host memory.
 
-    python -m benchmarks.stall [--candidates TEXT ...] [--work busy|sleep|both] [--rounds N]
+    python -m benchmarks.stall [--candidates TEXT ...] [--work busy|sleep ...] [--rounds N]
         [--parameters N] [--torch-checkpointing DIR] [--quick] [--output FILE.md]
 
 Two ranks on gloo train a state of which every byte changes in every iteration. Stretches of five iterations
@@ -20,23 +20,21 @@ host does while a GPU works). Each of the --parameters is four tensors: more of 
 The last checkpoint is loaded and compared, bit by bit, with its iteration: what `partial` and `sparse` load,
 with the iteration that each part is of.
 Files go to the folder for temporary files (TMPDIR), which has to be a disk for fsync to mean anything,
-and stay until the candidate ends. The adapters are in benchmarks/ours.py and, of other
-libraries, in benchmarks/peers.py and benchmarks/torch_checkpointing_peer.py. The exit code is 1 if a
-candidate that is installed fails, or loads something else.
+and stay until the candidate ends. The adapters are in benchmarks/ours.py and, of other libraries, in
+benchmarks/peers.py. The exit code is 1 if a candidate that is installed fails, or loads something else.
 """
 
 import argparse
 import contextlib
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -44,13 +42,55 @@ from typing import Any
 import psutil
 import torch.multiprocessing as mp
 
-from benchmarks.host_memory import host_memory_bytes
-from benchmarks.output import markdown_table, parse_options, show, spread
+from benchmarks.output import conditions, markdown_table, read_options, show, spread
+from benchmarks.peers import DEFAULT_FOLDER, make_importable
 from benchmarks.stall_rank import CANDIDATES, CHECKPOINT_INTERVAL, NUM_RANKS, Job, Phase, run_rank
-from benchmarks.torch_checkpointing_peer import DEFAULT_FOLDER, make_importable
 
 TORN = "TORN"  # content of a checkpoint that is not as it was saved
 _SAMPLE_S, _LOOK_S = 0.02, 0.5
+
+
+def host_memory_bytes(processes: Sequence[psutil.Process], tmpfs: Path) -> int:
+    """Return what processes hold that is not a file's, and what the candidate's files on tmpfs hold.
+
+    Of a process it is the proportional set size of anonymous and shared memory, so that pages which a
+    fork or shared memory shows in several processes count once. The libraries' code is left out: it
+    would depend on who else runs them. Files on tmpfs count by their blocks, hence also where no
+    process maps them, and mappings of them are taken off the processes. A sample takes some 50 ms: a
+    peak that is shorter may be missed.
+    """
+    total = sum(path.stat().st_blocks * 512 for path in tmpfs.rglob("*") if path.is_file())
+    for process in processes:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            folder = Path(f"/proc/{process.pid}")
+            held = _held_bytes(folder)
+            if str(tmpfs) in (folder / "maps").read_text():
+                mapped = _mapped_bytes((folder / "smaps").read_text(), tmpfs)
+                # A mapping that appears or disappears meanwhile must not count twice.
+                held = min(held, _held_bytes(folder)) - mapped
+            total += held
+    return total
+
+
+def _held_bytes(folder: Path) -> int:
+    return _sum_fields((folder / "smaps_rollup").read_text(), ("Pss_Anon:", "Pss_Shmem:"))
+
+
+def _sum_fields(smaps: str, fields: tuple[str, ...]) -> int:
+    lines = (line.split() for line in smaps.splitlines())
+    return sum(int(words[1]) * 1024 for words in lines if words[0] in fields)
+
+
+def _mapped_bytes(smaps: str, tmpfs: Path) -> int:
+    """Return the shared memory in a process's mappings of files below a folder."""
+    total, is_below = 0, False
+    for line in smaps.splitlines():
+        words = line.split(maxsplit=5)
+        if not words[0].endswith(":"):
+            is_below = len(words) == 6 and words[5].startswith(str(tmpfs)) and "s" in words[1]
+        elif is_below and words[0] == "Pss:":
+            total += int(words[1]) * 1024
+    return total
 
 
 def supervise(context: Any, job: Job, tmpfs: Path, phase: Any) -> int:
@@ -196,46 +236,24 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def conditions(options: argparse.Namespace) -> str:
-    """Return the conditions of the measurements."""
-    versions = [f"Python {platform.python_version()}"]
-    packages = ("torch", "megatron-core", "nvidia-resiliency-ext", "safetensors")
-    for package in (*packages, "torch-checkpointing"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{package} {importlib.metadata.version(package)}")
-    return (
-        f"{os.cpu_count()} cores, {NUM_RANKS} ranks, one thread each, gloo; {options.mib} MiB of state "
-        f"per rank in {4 * options.parameters:,} tensors; iterations of {options.iteration_s} s, "
-        f"{CHECKPOINT_INTERVAL} per checkpoint; median (range) of "
-        f"{options.rounds * options.checkpoints} checkpoints. {', '.join(versions)}."
-    )
-
-
 def parse() -> argparse.Namespace:
     """Return the options, with the names of the candidates filled in."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=512, help="state per rank")
-    parser.add_argument("--parameters", type=int, default=40, help="of a rank, four tensors each")
-    parser.add_argument("--iteration-s", type=float, default=0.7)
-    parser.add_argument("--checkpoints", type=int, default=3, help="measured ones in a round")
-    parser.add_argument("--rounds", type=int, default=1, help="turns of each candidate")
-    parser.add_argument("--candidates", nargs="+", metavar="TEXT", default=[""])
-    parser.add_argument("--work", choices=("busy", "sleep", "both"), default="both")
-    parser.add_argument("--torch-checkpointing", type=Path, default=DEFAULT_FOLDER, metavar="DIR")
-    options = parse_options(
-        parser,
-        mib=8,
-        iteration_s=0.05,
-        checkpoints=1,
-        work="sleep",
-        candidates=["moe_ft", "torch.save"],
+    options = read_options(
+        mib=(512, 8, "state per rank"),
+        parameters=(40, 40, "of a rank, four tensors each"),
+        iteration_s=(0.7, 0.05),
+        checkpoints=(3, 1, "measured ones in a round"),
+        rounds=(1, 1, "turns of each candidate"),
+        candidates=([""], ["moe_ft", "torch.save"], "parts of names"),
+        work=(["busy", "sleep"], ["sleep"]),
+        torch_checkpointing=(DEFAULT_FOLDER,),
     )
     texts = [text.lower() for text in options.candidates]
     options.candidates = [
         name for name in CANDIDATES if any(text in name.lower() for text in texts)
     ]
     if not options.candidates or min(options.checkpoints, options.rounds, options.parameters) < 1:
-        parser.error(
+        sys.exit(
             "--checkpoints, --rounds and --parameters must be 1 or more, "
             f"--candidates parts of: {list(CANDIDATES)}"
         )
@@ -248,8 +266,18 @@ def main() -> None:
     has_failed = False
     make_importable(options.torch_checkpointing)
     os.environ |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "localhost"}  # for helper processes too
-    parts = [conditions(options)]
-    for work in ("busy", "sleep") if options.work == "both" else (options.work,):
+    packages = ("nvidia-resiliency-ext", "safetensors", "torch-checkpointing")
+    installed = [
+        f"{each} {version(each)}" for each in packages if _is_installed(each.replace("-", "_"))
+    ]
+    parts = [
+        conditions(
+            f"{NUM_RANKS} ranks; {options.mib} MiB of state per rank in {4 * options.parameters:,} tensors; "
+            f"iterations of {options.iteration_s} s, {CHECKPOINT_INTERVAL} per checkpoint; median (range) of "
+            f"{options.rounds * options.checkpoints} checkpoints. {', '.join(installed)}."
+        )
+    ]
+    for work in options.work:
         rows, not_run = measure_in_turns(options, work)
         reasons = [f"- {name}: not run: {reason}" for name, reason in not_run.items()]
         parts += [f"Work: {work}", markdown_table(rows, HEADERS)]

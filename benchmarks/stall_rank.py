@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.candidate import Candidate, Site, State
 from benchmarks.ours import OURS
-from benchmarks.peers import PEERS
-from benchmarks.torch_checkpointing_peer import TORCH_CHECKPOINTING
+from benchmarks.peers import PEERS, TORCH_CHECKPOINTING
 
 # A new candidate: subclass `Candidate` and add it here under the name that the table shows.
 CANDIDATES: dict[str, type[Candidate]] = {**OURS, **PEERS, **TORCH_CHECKPOINTING}

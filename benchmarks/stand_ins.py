@@ -23,7 +23,7 @@ from moe_ft.engine.snapshots.writer import SnapshotWriter
 from moe_ft.errors import SnapshotError
 from moe_ft.faults import Phase
 from moe_ft.format.entries import ParameterEntry
-from moe_ft.format.identity import Identity, Start
+from moe_ft.format.identity import Identity
 from moe_ft.recovery.readers import FetchedUnit
 from moe_ft.state import record as records
 from moe_ft.state.catalog import UnitCatalog
@@ -31,6 +31,7 @@ from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import DTYPES
 from moe_ft.strategies.interface import WindowPlan
 from moe_ft.units import UnitId, UnitKind
+from tests.unit.moe_ft.builders import make_identity
 
 JOB_ID = "benchmark"
 NUM_EXPERTS = 64
@@ -120,14 +121,7 @@ def facts(iteration: int) -> records.IterationFacts:
 
 def identity(world_size: int) -> Identity:
     """Return the identity of a run that was never interrupted."""
-    return Identity(
-        job_id=JOB_ID,
-        lineage=JOB_ID,
-        history=(Start(number=0, resumed_at=0, name="start"),),
-        fingerprint={},
-        world_size=world_size,
-        strategy="dense",
-    )
+    return make_identity(JOB_ID, world_size=world_size, job_id=JOB_ID)
 
 
 def catalog_of(parameters: Sequence[LocalParameter]) -> UnitCatalog:

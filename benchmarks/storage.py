@@ -1,13 +1,12 @@
 """Speed of the storage tier and of restores, against the plainest way to move the same bytes.
 
-    python -m benchmarks.storage [--mib N] [--repetitions N] [--directory DIR] [--torch-checkpointing DIR]
+    python -m benchmarks.storage [--mib N] [--repetitions N] [--directory DIR]
         [--quick] [--output FILE.md]
 
 One rank's state, taken into a region on tmpfs by the engine's own thread:
 
 persist   what the writer process does with it until the checkpoint is complete, and until it is read
-          back; a plain write and fsync of the same bytes; the same tensors written by DCP and
-          torch-checkpointing, which neither check nor read back anything
+          back, and a plain write and fsync of the same bytes; stall.py has other libraries
 restore   finding, verifying and copying it into the live state, and copying the same bytes (``copy_``)
           from warm memory
 verify    reading a checkpoint and comparing its checksums, as ``python -m moe_ft verify`` does
@@ -17,14 +16,9 @@ Compared functions take turns, and turns alternate in order. Files are new ones 
 the disk has nothing else to write. Numbers are medians (and ranges).
 """
 
-import argparse
-import contextlib
-import importlib.util
 import os
-import platform
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,17 +26,9 @@ from statistics import median
 from unittest import mock
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from benchmarks import stand_ins
-from benchmarks.output import markdown_table, parse_options, show
-from benchmarks.torch_checkpointing_peer import (
-    DEFAULT_FOLDER,
-    MODULE,
-    blocking_manager,
-    make_importable,
-    save_blocking,
-)
+from benchmarks.output import conditions, markdown_table, read_options, show, spread, take_turns
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.requests import PersistRequest
 from moe_ft.engine.persist.writer import PersistWorker
@@ -84,30 +70,6 @@ def new_state(mib: int) -> dict[str, torch.Tensor]:
     return state
 
 
-def take_turns(
-    functions: Mapping[str, Callable[[], None]],
-    repetitions: int,
-    prepare: Callable[[], None] = lambda: None,
-) -> Samples:
-    """Time functions in turns, after one unmeasured turn.
-
-    Args:
-        functions: by the name that the table shows.
-        repetitions: how often each is timed.
-        prepare: called before each of them, not timed.
-    """
-    samples: Samples = {name: [] for name in functions}
-    for turn in range(repetitions + 1):
-        names = list(functions)[:: 1 if turn % 2 else -1]
-        for name in names:
-            prepare()
-            begin = time.perf_counter()
-            functions[name]()
-            if turn:
-                samples[name].append(time.perf_counter() - begin)
-    return samples
-
-
 def write_plainly(region: Region, num_bytes: int, path: Path) -> None:
     """Write a region's bytes to a new file and wait until they are on the disk."""
     with path.open("wb", buffering=0) as file, memoryview(region.mapping) as content:
@@ -127,10 +89,8 @@ def check_region(region: Region) -> None:
         check_units(read_index(region), {"": content}, str(region.data_path))
 
 
-def measure_persist(
-    region: Region, disk: Path, repetitions: int, state: dict[str, torch.Tensor]
-) -> Samples:
-    """Time the writer, a plain write, and other libraries with the same tensors, in one directory."""
+def measure_persist(region: Region, disk: Path, repetitions: int) -> Samples:
+    """Time the writer and a plain write."""
     directory = disk / "persist"
     worker = PersistWorker(disk, Storage(str(directory)), 1)
     index = read_index(region)
@@ -152,36 +112,18 @@ def measure_persist(
         os.sync()
 
     complete_s: list[float] = []
-    functions: dict[str, Callable[[], None]] = {
+    functions: dict[str, Callable[[], object]] = {
         "write and fsync": lambda: write_plainly(region, index.file_bytes, directory / "plain"),
-        "persist, and read back": lambda: _discard(
-            worker.persist(request, tell=lambda _, seconds, __: complete_s.append(seconds))
+        "persist, and read back": lambda: worker.persist(
+            request, tell=lambda _, seconds, __: complete_s.append(seconds)
         ),
         "of which checksums": lambda: check_region(region),
-        "DCP": lambda: write_with_dcp(state, directory / "dcp"),
     }
-    with contextlib.ExitStack() as stack:
-        if importlib.util.find_spec(MODULE) is not None:
-            for name, syncs in (
-                ("torch-checkpointing", False),
-                ("torch-checkpointing + fsync", True),
-            ):
-                manager = stack.enter_context(blocking_manager(syncs=syncs))
-                functions[name] = partial(save_blocking, manager, directory / "peer", state)
-        samples = take_turns(functions, repetitions, prepare)
+    samples = take_turns(functions, repetitions, prepare)
     samples["of which until complete"] = complete_s[1:]
     prepare()
     worker.persist(request)  # to be verified
     return samples
-
-
-def write_with_dcp(state: dict[str, torch.Tensor], folder: Path) -> None:
-    """Write tensors by torch.distributed.checkpoint, which syncs its files."""
-    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-
-
-def _discard(result: object) -> None:
-    """Make a statement of an expression."""
 
 
 def measure_restore(
@@ -269,7 +211,7 @@ def rows(samples: Samples, num_bytes: int, base: str) -> list[tuple[str, ...]]:
     return [
         (
             name,
-            f"{median(values):.3f} ({min(values):.3f}-{max(values):.3f})",
+            spread(values),
             f"{num_bytes / median(values) / 1e9:.2f}",
             f"{median(values) / base_s:.2f}",
         )
@@ -279,13 +221,11 @@ def rows(samples: Samples, num_bytes: int, base: str) -> list[tuple[str, ...]]:
 
 def main() -> None:
     """Measure and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=512, help="of a snapshot")
-    parser.add_argument("--repetitions", type=int, default=5, help="after one unmeasured one")
-    parser.add_argument("--directory", type=Path, help="on the disk to write to (default: TMPDIR)")
-    parser.add_argument("--torch-checkpointing", type=Path, default=DEFAULT_FOLDER, metavar="DIR")
-    options = parse_options(parser, mib=8, repetitions=1)
-    make_importable(options.torch_checkpointing)
+    options = read_options(
+        mib=(512, 8, "of a snapshot"),
+        repetitions=(5, 1, "after one unmeasured one"),
+        directory=(None, None, "on the disk to write to (default: TMPDIR)"),
+    )
     torch.set_num_threads(1)
     state = new_state(options.mib)
     parameters = stand_ins.parameters_of(state, stand_ins.adam())
@@ -298,9 +238,8 @@ def main() -> None:
         disk, memory = Path(disk_name), Path(memory_name)
         region = stand_ins.snapshot(parameters, plan, layout, memory / "rank_00000", _ITERATION)
         count = options.repetitions
-        saved = {name: each for name, each in state.items() if not name.endswith(".weight")}
         tables = {
-            "Persist": (measure_persist(region, disk, count, saved), "write and fsync"),
+            "Persist": (measure_persist(region, disk, count), "write and fsync"),
             "Restore from memory": (
                 measure_restore(state, parameters, region, memory, count),
                 "copy",
@@ -312,10 +251,9 @@ def main() -> None:
             "Checksums by several threads": (measure_threads(region, count), "1 threads"),
         }
         parts = [
-            f"{os.cpu_count()} cores, one thread; {layout.num_bytes / 2**20:.0f} MiB in "
-            f"{len(layout.units)} units; median (range) of {count}; "
-            f"load {os.getloadavg()[0]:.1f}. Python {platform.python_version()}, "
-            f"torch {torch.__version__}."
+            conditions(
+                f"{layout.num_bytes / 2**20:.0f} MiB in {len(layout.units)} units; median (range) of {count}."
+            )
         ]
         for title, (samples, base) in tables.items():
             table = rows(samples, layout.num_bytes, base)

@@ -18,7 +18,6 @@ flaps 1   The same with --kernel-silence 1.
 Nobody may be called lost but in `power`, and in `flaps 1`. The minutes are shared by the other kinds.
 """
 
-import argparse
 import os
 import random
 import subprocess
@@ -30,8 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import override
 
-from benchmarks.conditions import conditions
-from benchmarks.output import markdown_table, parse_options, show, spread
+from benchmarks.output import conditions, markdown_table, read_options, show, spread
 from tests.kept_nodes import KeptNodes
 from tests.namespaces import Namespaces, why_none
 from tests.waiting import wait_for
@@ -120,56 +118,36 @@ def lose(repeats: int) -> Iterator[float]:
             yield time.monotonic() - begin_s
 
 
-def _stop(nodes: Nodes, _: Namespaces, rng: random.Random) -> None:
-    name = rng.choice(_NAMES)
-    nodes.stop(name)
-    time.sleep(rng.uniform(0.3, 2.5))
-    nodes.wake(name)
+Act = Callable[..., None]
 
 
-def _for_a_while(
-    rng: random.Random,
-    limits_s: tuple[float, float],
-    begin: Callable[..., None],
-    end: Callable[..., None],
-    *names: str,
-) -> None:
+def _fault_of(
+    kind: str, nodes: Nodes, networks: Namespaces
+) -> tuple[Act, Act, tuple[float, float]]:
+    """Return what begins a fault of some nodes and what ends it, and the limits of its seconds."""
+    faults: dict[str, tuple[Act, Act, tuple[float, float]]] = {
+        "stops": (nodes.stop, nodes.wake, (0.3, 2.5)),
+        "keeper": (nodes.stop, nodes.wake, _LONG_S),
+        "store": (networks.cut, networks.restore, _LONG_S),
+        "path": (networks.part, networks.join, _LONG_S),
+        "losses 2": (networks.unplug, networks.plug, _SHORT_S),
+        "flaps 2": (networks.cut, networks.restore, _SHORT_S),
+        "flaps 1": (networks.cut, networks.restore, _SHORT_S),
+    }
+    return faults[kind]
+
+
+def inflict(kind: str, nodes: Nodes, networks: Namespaces, rng: random.Random) -> None:
     """Begin a fault of some nodes, end it after a time that is drawn, and wait until it has no effect."""
+    begin, end, limits_s = _fault_of(kind, nodes, networks)
+    names = [] if kind in ("keeper", "store") else [rng.choice(_NAMES)]
+    if kind in ("keeper", "store", "path"):
+        names.append(_STORE)
     begin(*names)
     time.sleep(rng.uniform(*limits_s))
     end(*names)
-    time.sleep(_SETTLE_S)
-
-
-def _stop_keeper(nodes: Nodes, _: Namespaces, rng: random.Random) -> None:
-    _for_a_while(rng, _LONG_S, nodes.stop, nodes.wake, _STORE)
-
-
-def _cut_store(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
-    _for_a_while(rng, _LONG_S, networks.cut, networks.restore, _STORE)
-
-
-def _part_from_store(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
-    _for_a_while(rng, _LONG_S, networks.part, networks.join, rng.choice(_NAMES), _STORE)
-
-
-def _lose_frames(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
-    _for_a_while(rng, _SHORT_S, networks.unplug, networks.plug, rng.choice(_NAMES))
-
-
-def _flap(_: Nodes, networks: Namespaces, rng: random.Random) -> None:
-    _for_a_while(rng, _SHORT_S, networks.cut, networks.restore, rng.choice(_NAMES))
-
-
-_FAULTS: dict[str, Callable[[Nodes, Namespaces, random.Random], None]] = {
-    "stops": _stop,
-    "keeper": _stop_keeper,
-    "store": _cut_store,
-    "path": _part_from_store,
-    "losses 2": _lose_frames,
-    "flaps 2": _flap,
-    "flaps 1": _flap,
-}
+    if kind != "stops":  # others may be stopped at once
+        time.sleep(_SETTLE_S)
 
 
 def disturb(kind: str, seconds: float) -> tuple[int, int]:
@@ -179,7 +157,7 @@ def disturb(kind: str, seconds: float) -> tuple[int, int]:
     while num_faults == 0 or time.monotonic() < end_s:
         with job(_SHARES[kind][1]) as (nodes, networks):
             while _LOST not in nodes.log(_STORE):
-                _FAULTS[kind](nodes, networks, rng)
+                inflict(kind, nodes, networks, rng)
                 num_faults += 1
                 time.sleep(rng.uniform(0.2, 1.0))
                 if time.monotonic() >= end_s:
@@ -194,11 +172,11 @@ def disturb(kind: str, seconds: float) -> tuple[int, int]:
 
 def main() -> None:
     """Lose and disturb nodes, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60.0, help="of faults that are no loss")
-    parser.add_argument("--repeats", type=int, default=9, help="losses of power")
-    parser.add_argument("--hogs", type=int, default=8, metavar="K")
-    options = parse_options(parser, None, minutes=1.0, repeats=1)
+    options = read_options(
+        minutes=(60.0, 1.0, "of faults that are no loss"),
+        repeats=(9, 1, "losses of power"),
+        hogs=(8, 8, "processes that compute"),
+    )
     parts = [
         conditions(f"{options.minutes:g} minutes of faults, {options.hogs} processes compute.")
     ]

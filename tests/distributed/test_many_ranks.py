@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.many_ranks import RANKS_PER_NODE, measure
+from tests.many_ranks import RANKS_PER_NODE, measure
 from tests.shares import share_of
 
 # Of a rank in a repair: it joins, is ready and has finished; it learns that the round has begun, on two

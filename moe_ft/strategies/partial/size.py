@@ -1,7 +1,7 @@
 """Bytes that each rank of a planned job saves with partial experts, and the host memory for them.
 
 The strategy of training plans each snapshot; headers and records are left out. The units of a planned job are
-planning/planned_job.py. The paper counts other bytes and other slices: benchmarks/paper_sizes.py.
+planning/planned_job.py. The paper counts other bytes and other slices: benchmarks/papers/sizes.py.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from benchmarks.paper_models import ModelShape, evenly_spaced_layers
+from benchmarks.papers.models import ModelShape, evenly_spaced_layers
 
 # 2 MoE layers of 4 experts with 10 parameters each (width 1, no biases).
 TINY = ModelShape(

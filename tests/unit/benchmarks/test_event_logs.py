@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.event_logs import check_not_degraded, digests_of
+from benchmarks.recoveries import check_not_degraded, digests_of
 
 ITERATION = {"event": "iteration", "iteration": 3}
 

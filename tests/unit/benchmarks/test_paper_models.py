@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.paper_models import PRESETS, evenly_spaced_layers
-from benchmarks.paper_sizes import PaperBytes
+from benchmarks.papers.models import PRESETS, evenly_spaced_layers
+from benchmarks.papers.sizes import PaperBytes
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.paper_models import PRESETS, ModelShape, Sharding
-from benchmarks.paper_sizes import (
-    ExpertUnit,
+from benchmarks.papers.models import PRESETS, ModelShape, Sharding
+from benchmarks.papers.sizes import (
     NonExpertUnit,
     PaperBytes,
     PaperLayout,
@@ -42,7 +41,6 @@ def plans(draw: st.DrawFn) -> tuple[ModelShape, int, PaperBytes, PaperLayout]:
         ep=ep,
         sharding=draw(st.sampled_from(Sharding)),
         is_optimizer_distributed=draw(st.booleans()),
-        expert_unit=draw(st.sampled_from(ExpertUnit)),
         non_expert_unit=draw(st.sampled_from(NonExpertUnit)),
     )
     return shape, draw(st.integers(1, shape.num_experts)), byte_model, layout

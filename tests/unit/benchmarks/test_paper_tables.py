@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import paper_ettr, paper_moevement, paper_tables
-from benchmarks.paper_ettr import Cell, cells, fit_model, fit_restart
+from benchmarks.papers import ettr, moevement, tables
+from benchmarks.papers.ettr import Cell, cells, fit_model, fit_restart
 
 
 def made_up(overhead: float, restart_s: float) -> list[Cell]:
@@ -32,7 +32,7 @@ def test_fits_give_back_restart_and_overhead_that_made_the_figures() -> None:
 
 def test_simulation_gives_what_the_fit_takes_for_granted() -> None:
     for each in made_up(overhead=0.04, restart_s=25.0):
-        ours = paper_ettr.with_recovery(each, 25.0, each.overhead_s)
+        ours = ettr.with_recovery(each, 25.0, each.overhead_s)
         assert ours == pytest.approx(each.ettr, abs=0.002)
 
 
@@ -41,13 +41,13 @@ def test_failures_are_poisson_as_the_closed_form_of_the_work_that_they_undo_says
     step_s = cell.case.iteration_s + (cell.overhead_s or 0.0)
     states = 113 * step_s / cell.mtbf_s
     expected = states / math.expm1(states) * cell.case.iteration_s / step_s
-    assert paper_ettr.from_formulas(cell) == pytest.approx(expected, abs=0.003)
+    assert ettr.from_formulas(cell) == pytest.approx(expected, abs=0.003)
 
 
 def test_table_3_is_met_as_closely_as_the_page_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paper_ettr, "TOLERANCE", 0.01)
-    compared, fitted = paper_ettr.compare("table 3")
-    found = {str(row[0]): row[1:] for row in paper_ettr.summary_rows(compared)}
+    monkeypatch.setattr(ettr, "TOLERANCE", 0.01)
+    compared, fitted = ettr.compare("table 3")
+    found = {str(row[0]): row[1:] for row in ettr.summary_rows(compared)}
     assert float(str(found["MoEvement"][1]).partition(",")[0]) < 0.006
     assert float(str(found["MoEvement"][2]).partition(",")[0]) < 0.005
     assert float(str(found["CheckFreq"][2]).partition(",")[0]) < 0.01
@@ -58,21 +58,21 @@ def test_table_3_is_met_as_closely_as_the_page_says(monkeypatch: pytest.MonkeyPa
 
 def test_other_figures_are_those_that_calculation_gives() -> None:
     rows = [
-        *paper_moevement.moevement_rows(),
-        *paper_tables.moetion_rows(),
-        *paper_tables.lazarus_rows(),
+        *moevement.moevement_rows(),
+        *tables.moetion_rows(),
+        *tables.lazarus_rows(),
     ]
     found = {(row[0], row[1]): row[2] for row in rows}
     assert found["Fig. 4", "selective, GB"] == "61.3"
     assert found["App. D", "alpha at S = 0.99"] == "0.000158"
     assert [row[2] for row in rows if "survivals" in str(row[1])] == ["5", "7"]
-    assert paper_moevement.count_right(paper_moevement.windows()) == "6 of 9"
-    speed, _, _, overheads = paper_moevement.overhead_rows()
+    assert moevement.count_right(moevement.windows()) == "6 of 9"
+    speed, _, _, overheads = moevement.overhead_rows()
     assert speed == pytest.approx(15.1, abs=0.1)
     assert max(abs(float(str(row[4]))) for row in overheads) < 0.1
 
 
 def test_spread_placement_of_lazarus_leaves_the_pairs_that_its_text_prints() -> None:
     printed = [(1, 2), (1, 3), (1, 4), (2, 4), (2, 5)]
-    found = paper_tables.surviving_pairs(paper_tables.SPREAD)
+    found = tables.surviving_pairs(tables.SPREAD)
     assert [(one + 1, other + 1) for one, other in found] == printed

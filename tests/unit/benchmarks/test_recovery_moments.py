@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.recovery_moments import (
+from benchmarks.recoveries import (
     REPAIR_PHASES,
     RESTART_PHASES,
     Answer,
@@ -86,8 +86,8 @@ def test_answers_that_are_what_they_must_be_pass(expected: Expected) -> None:
 @pytest.mark.parametrize(
     ("kind", "field", "value", "message"),
     [
-        ("recovery", "scope", "local", "a recovery was local, not global"),
-        ("recovery", "lost_tokens", 64, "has lost 64 tokens"),
+        ("recovery", "scope", "local", "scope': 'local'"),
+        ("recovery", "lost_tokens", 64, "lost_tokens': 64"),
         ("recovery", "target_iteration", 0, "has recovered 0 after a kill in 4"),
         ("recovery", "target_iteration", 5, "has recovered 5 after a kill in 4"),
         ("recovery", "sources", {"storage": 1}, "from {'storage': 1}"),

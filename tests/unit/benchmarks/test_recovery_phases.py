@@ -1,18 +1,14 @@
 """Recoveries read from event logs: wrong ones are noticed, and phases add up to the time that was lost."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from benchmarks.recovery_phases import (
-    PHASES,
-    Expected,
-    check_recoveries,
-    read_recoveries,
-)
+from benchmarks.recoveries import PHASES, Answer, Expected, check_answers, read_recoveries
 
-LOCAL = Expected(is_local=True, killed=1, kills=[3], num_replays=2)
-GLOBAL = Expected(is_local=False, killed=1, kills=[3], num_replays=2)
+GLOBAL = Expected(answer=Answer.RESTART, killed=1, kills=[3], num_replays=2)
+LOCAL = replace(GLOBAL, is_local=True)
 KILLED_AT, FIRST_NEW = 100.0, 112.5
 OWN = {"start": 1, "begun": 108.0, "fetch_s": 0.25, "replays_s": [1.0, 0.5]}
 FASTER = {**OWN, "fetch_s": 0.5, "replays_s": [1.0, 0.25]}
@@ -54,16 +50,25 @@ def logs_of(expected: Expected) -> list[list[dict[str, Any]]]:
     ]
     idle = {"wait": 1.0} if expected.is_local else {"replay": 1.0}
     own = {"wait": 0.0625, "replay": 1.5} if expected.is_local else {"replay": 1.5}
+    begun = event("start", 90.0, 0, pid=1)
+    again = event("start", 108.0, 1, pid=2)
+    after.append(event("end", 114.0, 1, reason="finished"))
     return [
-        [*survivor, recovery(expected, 0, idle), *after],
-        [event("fault_injected", KILLED_AT, 0), recovery(expected, 1, own), *after],
-        [*late, recovery(expected, 2, idle), *after],
+        [begun, *survivor, again, recovery(expected, 0, idle), *after],
+        [
+            begun,
+            event("fault_injected", KILLED_AT, 0),
+            again,
+            recovery(expected, 1, own),
+            *after,
+        ],
+        [begun, *late, again, recovery(expected, 2, idle), *after],
     ]
 
 
 @pytest.mark.parametrize("expected", [LOCAL, GLOBAL])
 def test_recoveries_that_are_what_they_must_be_pass(expected: Expected) -> None:
-    check_recoveries(logs_of(expected), expected)
+    check_answers(logs_of(expected), expected)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,7 @@ def test_recovery_that_is_another_one_is_refused(name: str, value: Any) -> None:
     logs = logs_of(LOCAL)
     next(each for each in logs[2] if each["event"] == "recovery")[name] = value
     with pytest.raises(AssertionError, match="rank 2"):
-        check_recoveries(logs, LOCAL)
+        check_answers(logs, LOCAL)
 
 
 def test_phases_of_a_local_recovery_are_as_counted_by_hand() -> None:

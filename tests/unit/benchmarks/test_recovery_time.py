@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks import recovery_time
-from benchmarks.recovery_jobs import Job, Result
-from benchmarks.recovery_time import RECOVERY, Bench
+from benchmarks.recovery_time import RECOVERY, Bench, Job, Result
 
 JOB = Job(kind="keep", num_ranks=2, kills=(), num_iterations=2)
 

@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.event_logs import Event, Log
-from benchmarks.lost_nodes import LEAST_DISTANCE, Row, check, draw_failures
 from benchmarks.measured_profile import Profile, read_profile
-from benchmarks.simulator_vs_measured import compare
+from benchmarks.recoveries import Event, Log, check_answers
+from benchmarks.simulator_vs_measured import (
+    LEAST_DISTANCE,
+    Row,
+    compare,
+    draw_failures,
+    expected_of,
+)
 from moe_ft.planning.time_shares import Spent
 
 GEMINI = Row(preset="gemini", recovery="keep")
@@ -93,15 +98,16 @@ def test_failures_strike_as_long_after_a_recovery_as_they_did_also_where_that_to
 
 def test_answers_that_are_not_those_of_a_row_are_noticed() -> None:
     failures = [(10, 1)]
-    check(GEMINI, logs(), failures)
-    with pytest.raises(AssertionError, match="0 recoveries from peer"):
-        check(GEMINI, logs(tier="memory"), failures)
-    with pytest.raises(AssertionError, match=r"repairs in \[\], not \[10\]"):
-        check(Row(preset="gemini", recovery="repair"), logs(), failures)
-    with pytest.raises(AssertionError, match="a recovery was global"):
-        check(Row(preset="moevement", recovery="local"), logs(), failures)
+    check_answers(logs(), expected_of(GEMINI, failures))
+    for row, tier, message in (
+        (GEMINI, "memory", "0 recoveries from peer"),
+        (Row(preset="gemini", recovery="repair"), "peer", r"repairs are of \[\], not \[10\]"),
+        (Row(preset="moevement", recovery="restart"), "storage", "0 recoveries from peer"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            check_answers(logs(tier=tier), expected_of(row, failures))
     with pytest.raises(AssertionError, match="has recovered 1 times"):
-        check(GEMINI, logs(), [*failures, (20, 1)])
+        check_answers(logs(), expected_of(GEMINI, [*failures, (20, 1)]))
 
 
 def test_failures_leave_room_for_each_recovery_and_are_the_same_for_all_rows() -> None:

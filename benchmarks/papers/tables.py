@@ -1,23 +1,22 @@
-"""Figures of the papers that calculation can reach, ours beside theirs, and why the others cannot be.
+"""Figures of the papers that calculation can reach, ours beside theirs.
 
-    python -m benchmarks.paper_tables [--output docs/results/reproduction.md]
+    python -m benchmarks.papers.tables [--output docs/results/reproduction.md]
 
 The papers are MoEvement, MoC-System, MoEtion and Lazarus. A parameter that a paper does not print is fitted
-once for a table and named as fitted, never for a cell. benchmarks/paper_ettr.py has the tables of ETTR;
-windows and sizes are those of benchmarks/sparse_figures.py and benchmarks/partial_sizes.py.
+once for a table and named as fitted, never for a cell. ettr.py has the tables of ETTR; windows and sizes are
+those of windows.py and sizes.py. docs/results/not_reached.md has the other figures.
 """
 
-import argparse
 import itertools
 from collections.abc import Iterator, Sequence
 
-from benchmarks import paper_moevement as moevement
-from benchmarks import partial_sizes, sparse_figures
-from benchmarks.output import markdown_table, parse_options, show
-from benchmarks.paper_ettr import ettr_parts
-from benchmarks.paper_models import ModelShape, Sharding
-from benchmarks.paper_moevement import Row, deviation_row
-from benchmarks.paper_sizes import PaperLayout, checkpoint_bytes, paper_workload
+from benchmarks.output import markdown_table, read_options, show
+from benchmarks.papers import moevement, sizes
+from benchmarks.papers.ettr import ettr_parts
+from benchmarks.papers.models import ModelShape, Sharding
+from benchmarks.papers.moevement import Row, deviation_row
+from benchmarks.papers.sizes import PaperLayout, checkpoint_bytes, paper_workload
+from benchmarks.papers.windows import BANDWIDTH, memory_rows
 
 # Experts, layers and width of Lazarus' models (its Table 1), and the parameters that it prints.
 _LAZARUS = {
@@ -32,102 +31,6 @@ _LAZARUS_POSITIONS = 1024
 # MoC-System, section 6.2.4: width by size, seconds of a GB to the host by device.
 _SCALED_WIDTHS = {"Small": 1024, "Medium": 2048, "Large": 3072}
 _GB_PER_S = {"A800": 1, "H100": 2}
-
-# Figures that cannot be calculated: papers and places, and the reason.
-NOT_REACHED: tuple[Row, ...] = (
-    ("MoEvement", "Table 1", "judgements, no figures"),
-    ("MoEvement", "Table 2, sections 5.1, 5.7, 4", "settings: what calculations begin with"),
-    (
-        "MoEvement",
-        "Table 3, MoC-System below 2 h",
-        "the overheads, which grow with each failure, are not legible",
-    ),
-    ("MoEvement", "Table 3, Gemini's intervals", "not legible, but for DeepSeek-MoE in the text"),
-    (
-        "MoEvement",
-        "Tables 3 and 7, recovery times",
-        "measured; its own E[R] gives 2.9 to 7.8 and 1.8 to 6.4 times as much",
-    ),
-    ("MoEvement", "Table 5, Fig. 4, 12", "quality of trained models, routing in training"),
-    (
-        "MoEvement",
-        "Table 6, logs of GPT-MoE and MoE-LLaVa",
-        "the width of the first and the batch of the second are not printed",
-    ),
-    (
-        "MoEvement",
-        "Fig. 1",
-        "Gemini's best intervals are not printed; contradicts Table 3 (0.79 against 0.853)",
-    ),
-    (
-        "MoEvement",
-        "section 5.3, GCP trace: goodput over time, MoC-System's 1.98x",
-        "the six hours of the trace that were used are not printed, nor when tokens were lost",
-    ),
-    (
-        "MoEvement",
-        "Fig. 11, Gemini",
-        "iteration times, overheads and intervals are not printed",
-    ),
-    (
-        "MoEvement",
-        "Fig. 13, gains of frozen operators, order and logs; Fig. 16",
-        "its MTBF and the routing of its runs are not printed",
-    ),
-    ("MoEvement", "sections 3.2 to 3.6, thresholds", "choices of the authors, or measured"),
-    (
-        "MoC-System",
-        "Tables 1 (Swin) and 2",
-        "settings; widths of the stages of SwinV2 are not all printed",
-    ),
-    (
-        "MoC-System",
-        "Tables 3 and 4, accuracy; Fig. 5, 14; section 6.3",
-        "quality of trained models; Fig. 14a with a small one: "
-        "[partial_covers.md](../benchmarks/partial_covers.md)",
-    ),
-    (
-        "MoC-System",
-        "Fig. 11, 12; 98.9 %, 5.12x, overlaps",
-        "times of its cluster, none of which is printed",
-    ),
-    (
-        "MoC-System",
-        "Fig. 13a to e, overlap with training",
-        "tokens of a GPU are not printed; its snapshots and Fig. 13f are above",
-    ),
-    (
-        "MoC-System",
-        "PLT 3.75 %",
-        "one measurement; 1,280 iterations, which it does not print, give it exactly",
-    ),
-    ("MoEtion", "Table 1, Fig. 3, 8, 11", "quality of trained models, routing in training"),
-    ("MoEtion", "Fig. 5, 7, 10; B_local 109 GB; 12x", "measured; iteration times are not printed"),
-    (
-        "MoEtion",
-        "46.7B of the 3.8B model, 85 %",
-        "contradict its own sizes (at most 30.4B; 96.4 %)",
-    ),
-    ("MoEtion", "sections 4.1 to 6, 7.1", "settings and thresholds of the authors"),
-    ("Lazarus", "Table 2, Fig. 2, 6, 7, 9, 10; 5.7x, 3.4x, 2.3x", "measured on its testbed"),
-    (
-        "Lazarus",
-        "Fig. 8, 41 % and 12 %",
-        "the loads of its run are not printed; with those of another, "
-        "[expert_placement.md](../benchmarks/expert_placement.md) has 40 % and 13 % with 5 dead nodes, and "
-        "61 % and 38 % with the 4 that the paper names",
-    ),
-    (
-        "Lazarus",
-        "spot trace, 80 minutes",
-        "which 80 minutes is not printed; its throughput on fewer nodes neither",
-    ),
-    (
-        "ReCycle",
-        "normalised throughput",
-        "no figure of it is among ours: only its abstract was at hand",
-    ),
-)
 
 
 def moetion_rows() -> Iterator[Row]:
@@ -218,7 +121,7 @@ def scaling_rows() -> Iterator[Row]:
         snapshots, files = list[list[float]](), list[float]()
         for k, sharding in ((num_gpus, Sharding.NONE), (num_gpus // 8, Sharding.ADAPTIVE)):
             layout = PaperLayout(dp=num_gpus, ep=num_gpus, sharding=sharding)
-            models = list(partial_sizes.BYTE_MODELS.values())
+            models = list(sizes.BYTE_MODELS.values())
             each = [
                 paper_workload(shape, k, model, layout).bottleneck_bytes / 1e9 for model in models
             ]
@@ -250,32 +153,41 @@ def parts() -> list[str]:
         "Other figures",
         markdown_table(moevement.moevement_rows(), headers),
         f"W_sparse with Algorithm 1 as printed, {moevement.count_right(windows)}. One bandwidth is fitted to "
-        f"all: {sparse_figures.BANDWIDTHS[0]} GB/s.",
+        f"all: {BANDWIDTH} GB/s.",
         markdown_table(
             windows, ("place", "model", "Algorithm 1", "our windows", "paper", "deviation")
         ),
         "Table 6, host memory in bytes per parameter",
-        markdown_table(sparse_figures.memory_rows(), memory),
+        markdown_table(memory_rows(), memory),
         f"Table 7, overhead of MoC-System in seconds. Fitted: {speed:.2f} GB/s for the whole model, and "
         f"{hour:.3f} and {half:.3f} of the overhead at 10 minutes.",
         markdown_table(overheads, ("model", "MTBF", "ours", "paper", "deviation")),
         "## MoC-System",
-        markdown_table(partial_sizes.model_rows(), ("what", "ours", "paper", "verdict")),
+        markdown_table(sizes.model_rows(), ("what", "ours", "paper", "verdict")),
         "Fig. 10a: a checkpoint with k experts, % of a full one. The printed figure follows if the master "
         "weights of all experts are saved.",
         markdown_table(
-            (row for row in partial_sizes.size_rows() if row[2] == 1),
+            sizes.size_rows(),
             ("model", "bytes", "k", "MB", "%", "paper", "verdict"),
         ),
         "Table 3, relative sizes at k = 1",
         markdown_table(
-            partial_sizes.table_3_rows(),
+            sizes.table_3_rows(),
             ("experts left out of", "paper", "eq. 6", "verdict", "master in full", "verdict"),
         ),
         "Fig. 10b to d, % less than the bottleneck without sharding, over the cases",
         markdown_table(
-            partial_sizes.range_rows(),
+            sizes.range_rows(),
             ("sharding", "bytes", "k", "unit", "ours, %", "paper, %", "lower end", "upper end"),
+        ),
+        "What moe_ft saves of these models: 12 bytes of a parameter, of each rank what it owns. With the "
+        "distributed optimizer an expert lies on one rank or two, and --moe-ft-sharding changes nothing",
+        markdown_table(
+            sizes.training_rows(),
+            (
+                *("model", "case", "k", "MB", "mean of a rank, MB", "bottleneck, MB"),
+                *(f"not distributed, {sharding}, MB" for sharding in Sharding),
+            ),
         ),
         "Fig. 13: seconds of a snapshot (a to e) and TB of a checkpoint (f), which the paper only draws. 1/8 "
         "of the experts of a layer: eq. 6 / master in full. Assumed are gated experts in all layers and "
@@ -291,17 +203,12 @@ def parts() -> list[str]:
         markdown_table(moetion_rows(), headers),
         "## Lazarus",
         markdown_table(lazarus_rows(), headers),
-        "## Not reached",
-        markdown_table(NOT_REACHED, ("paper", "figures", "reason")),
     ]
 
 
 def main() -> None:
     """Print the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    options = parse_options(parser)
+    options = read_options()
     show(parts(), options.output)
 
 

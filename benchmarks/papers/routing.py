@@ -1,17 +1,17 @@
-"""Tokens that a failure loses at equal bytes: round robin, Algorithm 1, tokens x age, followed experts.
+"""Tokens that a failure loses at equal bytes: `partial` and `selective` on the routing of a real run.
 
-    python -m benchmarks.selective_routing TRACE.npz [--iterations N] [--output FILE.md]
-    python -m benchmarks.selective_routing --quick
+    python -m benchmarks.papers.routing TRACE.npz [--iterations N] [--output FILE.md]
+    python -m benchmarks.papers.routing --quick
 
-The trace is that of benchmarks/partial_routing.py, played back from its beginning and from its middle on.
-Each expert-parallel rank saves equally many experts in every iteration: in turn, which is what `partial` does
-by default, or by the rules of strategies/selective/selection.py. Everything is saved at the beginning.
+The trace is the routing trace of SmartMoE (github thu-pacman/SmartMoE-AE, moe_trace) as a NumPy archive,
+played back from its beginning and from its middle on: nothing is trained. Each expert-parallel rank saves
+equally many experts in every iteration: in turn or where most tokens are not saved, which is what `partial`
+does, or by the rules of strategies/selective/selection.py. Everything is saved at the beginning.
 "followed" is what peers have with --moe-ft-replicate gradients: fp32 gradients of the most popular experts in
 every iteration, at a third of the bytes of their state, and the others by tokens x age with the rest.
 """
 
 import argparse
-import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.output import markdown_table, parse_options, show
-from benchmarks.routing_trace import draw_routing, load_routing
+from benchmarks.output import conditions, markdown_table, parse_options, show
 from moe_ft.planning.experts import Counts, ExpertLayout
+from moe_ft.strategies.partial.selection import select_load_aware
 from moe_ft.strategies.rotating import PlannedRun, Selection, Versions
 from moe_ft.strategies.selective.config import AGE, PAPER, SelectiveConfig
 from moe_ft.strategies.selective.selection import Need, RankLoads, as_selection, select
@@ -48,6 +48,30 @@ class Outcome:
     lost: float
     unsaved: float
     oldest: int
+
+
+def load_routing(path: Path) -> Counts:
+    """Return ``[iteration, layer, expert]`` the tokens routed up to each iteration, from 0.
+
+    Args:
+        path: NumPy archive of ``iterations`` [sample] from 1 and ``tokens`` [sample, layer, expert], the
+            tokens routed to each expert in that iteration. Those in between are interpolated linearly.
+    """
+    with np.load(path) as file:
+        iterations, tokens = file["iterations"], file["tokens"].astype(np.float64)
+    wanted = np.arange(1, iterations[-1] + 1)
+    after = np.searchsorted(iterations, wanted).clip(1, len(iterations) - 1)
+    before = after - 1
+    weight = (wanted - iterations[before]) / (iterations[after] - iterations[before])
+    weight = weight[:, None, None].clip(0.0, 1.0)
+    routed = np.cumsum(tokens[before] * (1 - weight) + tokens[after] * weight, axis=0)
+    return np.rint(np.concatenate([np.zeros_like(routed[:1]), routed])).astype(np.int64)
+
+
+def draw_routing() -> Counts:
+    """Return the routing of a short run that never was, like `load_routing`."""
+    tokens = np.random.default_rng(0).integers(1, 1000, (64, 2, 32))
+    return np.cumsum(np.concatenate([np.zeros_like(tokens[:1]), tokens]), axis=0)
 
 
 def play(routed: Counts, choose: Choose) -> Outcome:
@@ -111,6 +135,11 @@ def rules(experts: ExpertLayout, count: int, routed: Counts) -> dict[str, Choose
             chosen += own[(turn * count + np.arange(count)) % len(own)].tolist()
         return as_selection(chosen, experts)
 
+    def load_aware(need: Need, turn: int) -> Selection:
+        k = max(1, count * experts.ep_size // experts.num_layers)
+        cursors = [turn * k % experts.num_experts] * experts.num_layers
+        return select_load_aware(experts, cursors, need.tokens, k)
+
     def by(rule: str, age_limit: int) -> Choose:
         return lambda need, turn: select(
             need, loads, rooms, experts, rule, age_limit=age_limit, turn=turn
@@ -118,6 +147,7 @@ def rules(experts: ExpertLayout, count: int, routed: Counts) -> dict[str, Choose
 
     return {
         "round robin": in_turn,
+        "load-aware": load_aware,
         "Algorithm 1": by(PAPER, limit),
         "tokens x age": by(AGE, limit),
         "tokens x age, no limit": by(AGE, 10**9),
@@ -163,13 +193,13 @@ def main() -> None:
     length = min(options.iterations, len(routed) // 2)
     middle = len(routed) // 2
     num_layers, num_experts = routed.shape[1:]
-    conditions = (
+    about = conditions(
         f"{num_layers} layers of {num_experts} experts on {EP_SIZE} expert-parallel ranks, a snapshot in "
         f"every iteration, {length} iterations of each half. Lost: mean over the run of what a failure "
         "loses, in tokens of an iteration. Not saved: share of an iteration's tokens whose expert is not "
-        f"in its snapshot. Python {platform.python_version()}, numpy {np.__version__}."
+        f"in its snapshot. numpy {np.__version__}."
     )
-    parts = [conditions, "First half", compare(routed[: length + 1])]
+    parts = [about, "First half", compare(routed[: length + 1])]
     parts += ["Second half", compare(routed[middle : middle + length + 1])]
     show(parts, options.output)
 

@@ -1,6 +1,6 @@
 """ETTR of MoEvement's Tables 3, 4 and 7 and Figure 11: what the simulation of `moe_ft simulate` gives.
 
-paper_ettr.json has the figures as the paper prints them. Each is calculated three ways: from what the tables
+ettr.json has the figures as the paper prints them. Each is calculated three ways: from what the tables
 print alone; with the recoveries that they print and one restart time, fitted once for a system and a table;
 and, in Table 3, with restart time and overhead fitted once for a model of a system, over its five MTBFs.
 Failures are Poisson, as the paper says, and drawn by moe_ft/simulate/repetitions.py. One that comes during a
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.output import markdown_table
-from benchmarks.sparse_figures import TABLE_3, TABLE_7, Case
+from benchmarks.papers.windows import TABLE_3, TABLE_7, Case
 from moe_ft.planning.costs import Costs, RecoveryCosts, RecoveryKind
 from moe_ft.simulate.course import Pool
 from moe_ft.simulate.failures import Failures
@@ -65,7 +65,7 @@ class Cell:
 def cells(table: str) -> tuple[Cell, ...]:
     """Return the cells of a table."""
     cases = {case.name: case for case in (TABLE_3 if table == "table 3" else TABLE_7)}
-    rows = json.loads(Path(__file__).with_name("paper_ettr.json").read_text())[table]
+    rows = json.loads(Path(__file__).with_name("ettr.json").read_text())[table]
     return tuple(_cells_of(table, cases, rows))
 
 

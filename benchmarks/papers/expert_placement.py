@@ -1,7 +1,7 @@
 """Placement of expert replicas: load of the busiest rank, moves, bytes, and lost nodes that are survived.
 
-    python -m benchmarks.expert_placement TRACE.npz [--step N] [--output FILE.md]
-    python -m benchmarks.expert_placement --quick
+    python -m benchmarks.papers.expert_placement TRACE.npz [--step N] [--output FILE.md]
+    python -m benchmarks.papers.expert_placement --quick
 
 The trace is the routing trace of SmartMoE (github thu-pacman/SmartMoE-AE, moe_trace) as a NumPy archive:
 `iterations` [sample] and `tokens` [sample, layer, expert]. Nothing is trained or timed. A table is made of
@@ -9,16 +9,14 @@ the tokens of one sample, and gets those of the next.
 """
 
 import argparse
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from benchmarks.output import markdown_table, parse_options, show
+from benchmarks.output import conditions, markdown_table, parse_options, show
 from moe_ft.planning.experts import Counts
 from moe_ft.planning.replica_counts import allocate
 from moe_ft.planning.replica_survival import overlapping, recovery_probability
@@ -30,11 +28,9 @@ from moe_ft.planning.slot_tables import (
     cut,
     imbalance,
     replicas_of,
-    skewed,
     stock,
 )
 
-_SKEWS = (1, 2, 4, 8)
 _MOST_DEAD = 5
 _WEIGHT_BYTES, _GRADIENT_BYTES, _STATE_BYTES = 2, 4, 12  # of a parameter
 
@@ -98,93 +94,17 @@ def compact(counts: Sequence[int], num_ranks: int) -> Table:
     return cut(experts, len(experts) // num_ranks)
 
 
-def arrange_greedily(previous: Table, table: Table) -> Table:
-    """Give the rows of a table to ranks, one rank after the other, each the row it has most of.
-
-    Source: Lazarus, section 5, the greedy mapping of nodes.
-    """
-    left, rows = list(table), []
-    for had in previous:
-        row = max(left, key=lambda each: _overlap(had, each))
-        left.remove(row)
-        rows.append(row)
-    return tuple(rows)
-
-
-def arrange(previous: Table, table: Table) -> Table:
-    """Give the rows of a table to ranks so that they fetch as few replicas as can be."""
-    kept = [[_overlap(had, row) for row in table] for had in previous]
-    return tuple(table[row] for row in _assign(-np.array(kept)))
-
-
-def _overlap(had: Sequence[int], row: Sequence[int]) -> int:
-    return (Counter(had) & Counter(row)).total()
-
-
-def _assign(costs: npt.NDArray[np.int64]) -> list[int]:
-    """Return ``[row]`` the column of a square matrix, each once, whose costs have the least sum.
-
-    Source: the Hungarian method by shortest augmenting paths, O(n^3): Jonker and Volgenant 1987.
-    """
-    size = len(costs)
-    column_of, row_of = [-1] * size, [-1] * size
-    prices = np.zeros(size, dtype=np.int64)  # of columns
-    for start in range(size):
-        row, came_from = start, np.full(size, -1)
-        paid = np.zeros(size, dtype=np.int64)  # by the way to each column, once it is taken
-        distance = np.full(size, np.iinfo(np.int64).max // 2)
-        taken = np.zeros(size, dtype=bool)
-        base = 0
-        while True:
-            own = costs[row] - prices
-            reduced = base + own - (own[column_of[row]] if column_of[row] >= 0 else 0)
-            closer = ~taken & (reduced < distance)
-            distance[closer], came_from[closer] = reduced[closer], row
-            column = int(np.where(taken, np.iinfo(np.int64).max, distance).argmin())
-            taken[column], base = True, int(distance[column])
-            paid[column] = base
-            if row_of[column] < 0:
-                break
-            row = row_of[column]
-        prices[taken] += paid[taken] - base
-        while column >= 0:
-            row = int(came_from[column])
-            column_of[row], next_column = column, column_of[row]
-            row_of[column] = row
-            column = next_column
-    return column_of
-
-
-def skew_table(num_experts: int, num_ranks: int) -> str:
-    """Return the imbalance with made-up loads of 1:1 to 8:1."""
-    least = num_experts // num_ranks
-    rows = []
-    for is_one_hot in (False, True):
-        for ratio in _SKEWS:
-            load = skewed(num_experts, ratio, is_one_hot=is_one_hot)
-            kind = "one hot expert" if is_one_hot else "geometric"
-            row = [kind, f"{ratio}:1", f"{imbalance(stock(num_experts, num_ranks), load):.2f}"]
-            for slots in range(least, 2 * least + 1):
-                shape = Shape(num_ranks, slots)
-                found = [imbalance(place(load, shape), load) for place in PLACEMENTS.values()]
-                row.append(" / ".join(f"{each:.2f}" for each in found))
-            rows.append(row)
-    slots_of = [f"c = {slots}" for slots in range(least, 2 * least + 1)]
-    return markdown_table(rows, ["load", "skew", "stock EP", *slots_of])
-
-
 @dataclass
 class Played:
     """A layer of the trace played with one placement.
 
     Attributes:
-        moves: from table to table: as ranks are numbered, with greedy and with the best renumbering, and if
-            only missing replicas move.
+        moves: from table to table: as ranks are numbered, and if only missing replicas move.
         copies: slots of experts with several replicas, whose gradients are summed.
     """
 
     imbalances: list[float]
-    moves: list[tuple[int, int, int, int]]
+    moves: list[tuple[int, int]]
     copies: list[int]
 
 
@@ -197,10 +117,8 @@ def play(loads: Sequence[Counts], place: Place, shape: Shape, found: Played) -> 
         counts = replicas_of(table, len(load)).sum(axis=1)
         found.copies.append(int(counts[counts > 1].sum()))
         if previous is not None:
-            tables = (table, arrange_greedily(previous, table), arrange(previous, table))
-            first, second, third = (count_moves(previous, each) for each in tables)
             missing = counts - replicas_of(previous, len(load)).sum(axis=1)
-            found.moves.append((first, second, third, int(missing.clip(min=0).sum())))
+            found.moves.append((count_moves(previous, table), int(missing.clip(min=0).sum())))
         previous = table
 
 
@@ -230,7 +148,7 @@ def trace_tables(tokens: Counts, parameters: int) -> list[str]:
             means = np.mean(found.moves, axis=0)
             moves.append([*name, f"{num_slots}", label, *(f"{each:.1f}" for each in means)])
             if label in ("Lazarus, f = 1", "SYMI") and shape.slots * shape.num_ranks > num_experts:
-                sent.append([*name, label, *_bytes(shape, found, float(means[2]), parameters)])
+                sent.append([*name, label, *_bytes(shape, found, float(means[1]), parameters)])
         imbalances.append(line)
     return [
         "Tokens of the busiest rank over the mean: mean and 95th percentile over layers and samples",
@@ -239,8 +157,7 @@ def trace_tables(tokens: Counts, parameters: int) -> list[str]:
         markdown_table(
             moves,
             [
-                *("ranks", "c", "slots", "placement", "as numbered", "greedy", "Hungarian"),
-                "only missing ones",
+                *("ranks", "c", "slots", "placement", "as numbered", "only missing ones"),
             ],
         ),
         f"MB that a rank sends for one layer and iteration, with experts of {parameters / 1e6:.3g}e6 "
@@ -319,15 +236,12 @@ def main() -> None:
         parser.error("TRACE.npz is missing: only --quick makes up its own routing")
     iterations, tokens = load_trace(options.trace)
     played = tokens[:: options.every, : options.layers]
-    conditions = (
-        f"{len(played)} samples, from iteration {iterations[0]} to {iterations[-1]}, of {played.shape[1]} "
-        f"layers with {played.shape[2]} experts."
+    about = conditions(
+        f"{len(played)} samples, from iteration {iterations[0]} to {iterations[-1]}, of "
+        f"{played.shape[1]} layers with {played.shape[2]} experts."
     )
-    parts = [conditions, *trace_tables(played, options.parameters)]
+    parts = [about, *trace_tables(played, options.parameters)]
     parts += [
-        "The same with made-up loads of 8 experts on 4 ranks, known in advance; in a cell: "
-        + " / ".join(PLACEMENTS),
-        skew_table(8, 4),
         "Chance that every expert has a live replica: of all layers together (mean of single layers)",
         survival_table(iterations, tokens, options.layers),
     ]

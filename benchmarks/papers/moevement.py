@@ -1,13 +1,13 @@
 """Figures of MoEvement that follow from its text and tables: ratios, logs, windows, overheads.
 
-benchmarks/paper_ettr.py has its tables of ETTR, benchmarks/sparse_figures.py its windows and host memory.
+ettr.py has its tables of ETTR, windows.py its windows and host memory.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from benchmarks import sparse_figures
-from benchmarks.paper_ettr import Cell, cells, from_formulas
+from benchmarks.papers.ettr import Cell, cells, from_formulas
+from benchmarks.papers.windows import TABLE_3, TABLE_7, own_window, printed_window
 from moe_ft.planning.boundary_log import PipelineTraffic
 
 Row = tuple[object, ...]
@@ -173,22 +173,12 @@ def _slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 def windows() -> list[Row]:
     """Return W_sparse of Tables 3 and 7: Algorithm 1, ours, printed."""
-    bandwidth = sparse_figures.BANDWIDTHS[0]
     found = list[Row]()
-    for table, cases in ((3, sparse_figures.TABLE_3), (7, sparse_figures.TABLE_7)):
+    for table, cases in ((3, TABLE_3), (7, TABLE_7)):
         for case in cases:
-            printed = sparse_figures.printed_window(case, bandwidth)
-            own = sparse_figures.own_window(case, bandwidth)
-            found.append(
-                (
-                    f"Table {table}",
-                    case.name,
-                    printed,
-                    own,
-                    case.window,
-                    f"{printed - case.window:+d}",
-                )
-            )
+            printed, own = printed_window(case), own_window(case)
+            deviation = f"{printed - case.window:+d}"
+            found.append((f"Table {table}", case.name, printed, own, case.window, deviation))
     return found
 
 

@@ -1,14 +1,11 @@
 """Many ranks of the control plane on one machine: what they ask of the job's store in a start and a repair.
 
-    python -m benchmarks.many_ranks [--ranks N ...] [--output FILE.md]
-
 The store, its coordinator and law, seats of nodes, members and rounds are the product's. A rank is a
 thread with two connections, without model and process groups; eight processes have all of them. All
 ranks begin to train, a node goes silent, a spare gets its ranks, and all meet in a round of repairs.
 The store counts what ranks ask about rounds. What they ask in vain is apart: it is a matter of time.
 """
 
-import argparse
 import multiprocessing
 import os
 import signal
@@ -24,8 +21,6 @@ from typing import Any, NoReturn
 
 import psutil
 
-from benchmarks.conditions import ranks_on_cpu, versions
-from benchmarks.output import markdown_table, parse_options, show
 from moe_ft.cluster import job_store, store_server
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.coordinator import Coordinator
@@ -265,24 +260,3 @@ def _until(number: Any, awaited: int, counts: Any, server: int) -> Asked:
     core_s = sum(process.cpu_times()[:2]) - core_s
     seconds = time.monotonic() - begin_s
     return Asked(writes, answers, idle, num_bytes, core_s, seconds)
-
-
-def main() -> None:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 2048])
-    options = parse_options(parser, ranks=[64])
-    rows = []
-    for num_ranks in options.ranks:
-        for phase, asked in zip(("start", "repair"), measure(num_ranks), strict=True):
-            cells = (asked.writes, asked.answers, asked.idle, asked.num_bytes)
-            per_rank = [f"{each / num_ranks:,.1f}" for each in cells]
-            rows.append(
-                (num_ranks, phase, *per_rank, f"{asked.core_s:.2f}", f"{asked.seconds:.2f}")
-            )
-    headings = ("ranks", "phase", "writes a rank", "answers", "idle", "bytes", "core s", "s")
-    show([f"{ranks_on_cpu()}. {versions()}.", markdown_table(rows, headings)], options.output)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,34 @@
-"""MoC-System's own arithmetic of checkpoint sizes, only for comparison with the figures that it prints.
+"""MoC-System's own arithmetic of checkpoint sizes, next to what it prints and to what moe_ft saves.
 
 14 bytes of a parameter, and equal slices of everything that several ranks hold: not what training does, which
 is strategies/partial/size.py. One pipeline stage without tensor parallelism, as in the paper's evaluation.
+Two ways of counting bytes: equation 6 (experts that are not selected are left out) and "master in full" (the
+master weights of all experts are saved). Bottleneck: the most that a rank saves in one snapshot while
+sequential selection goes around. Verdicts: REPRODUCED if equal when rounded as printed, CLOSE within 5 % of
+the printed figure, else NOT.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heapify, heapreplace
 
-from benchmarks.paper_models import ModelShape, Sharding, non_expert_modules
+from benchmarks.papers.models import (
+    PRESETS,
+    ModelShape,
+    Sharding,
+    non_expert_modules,
+    planned_preset,
+)
 from moe_ft.planning.experts import ExpertLayout
+from moe_ft.planning.report import reduction
 from moe_ft.planning.sharding import adaptive_shares
+from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.kind import PARTIAL
 from moe_ft.strategies.partial.selection import advance, rank_counts, select_sequential
-from moe_ft.strategies.partial.size import Workload
-
-
-class ExpertUnit(StrEnum):
-    """The smallest part of the experts that a rank saves, where several ranks hold the same experts."""
-
-    EXPERT = "expert"  # whole experts go to one of them (MoC-System, section 4.1, its text)
-    FRACTION = "fraction"  # each has a part of every expert (its Figure 7)
+from moe_ft.strategies.partial.size import PartialSizes, Workload
 
 
 class NonExpertUnit(StrEnum):
@@ -43,7 +50,6 @@ class PaperLayout:
             of group r // ep.
         is_optimizer_distributed: whether each rank owns a slice of the optimizer's state already, which
             it saves whatever the sharding.
-        expert_unit: smallest part of the experts.
         non_expert_unit: smallest part of the non-experts.
     """
 
@@ -51,7 +57,6 @@ class PaperLayout:
     ep: int
     sharding: Sharding = Sharding.EQUAL
     is_optimizer_distributed: bool = True
-    expert_unit: ExpertUnit = ExpertUnit.FRACTION
     non_expert_unit: NonExpertUnit = NonExpertUnit.ELEMENT
 
     @property
@@ -192,10 +197,7 @@ def _replica_parts(num_experts: int, expert_bytes: int, layout: PaperLayout) -> 
     """Return ``[group]`` the bytes of experts that the ranks with the same experts save."""
     if layout.sharding is Sharding.NONE:
         return [num_experts * expert_bytes, *[0] * (layout.num_groups - 1)]
-    if layout.expert_unit is ExpertUnit.FRACTION:
-        return _equal_parts(num_experts * expert_bytes, layout.num_groups)
-    least, more = divmod(num_experts, layout.num_groups)
-    return [(least + (group < more)) * expert_bytes for group in range(layout.num_groups)]
+    return _equal_parts(num_experts * expert_bytes, layout.num_groups)
 
 
 def _non_expert_shares(
@@ -245,3 +247,161 @@ def _equal_parts(total: int, count: int) -> list[int]:
 
 def _add(first: Sequence[int], second: Sequence[int]) -> list[int]:
     return [a + b for a, b in zip(first, second, strict=True)]
+
+
+# --- figures that the paper prints, and what moe_ft saves of the same models
+
+CASES = {"Case 1": (8, 8), "Case 2": (16, 16), "Case 3": (16, 8)}  # Table 2: (dp, ep)
+KS = (1, 2, 4, 8, 16)
+BYTE_MODELS = {"eq. 6": PaperBytes(), "master in full": PaperBytes(master_always_full=True)}
+UNITS = {"elements": NonExpertUnit.ELEMENT, "modules": NonExpertUnit.MODULE}
+CLOSE = 0.05
+SMALL, LARGE = PRESETS["gpt-125m-8e"], PRESETS["gpt-350m-16e"]
+
+FULL_REDUCTION = (12.0, 28.0)  # section 6.2.1, % over the cases, equal sharding against none
+PARTIAL_REDUCTION = (22.0, 29.0)  # the same with PEC; k not printed
+ADAPTIVE_REDUCTION = (3.7, 6.1)  # adaptive against equal sharding, k = 1
+
+Row = tuple[object, ...]
+
+
+def verdict(ours: float, paper: float, digits: int) -> str:
+    """Compare a figure with one that is printed with so many digits."""
+    if round(ours, digits) == paper:
+        return "REPRODUCED"
+    miss = ours - paper
+    word = "CLOSE" if abs(miss) <= CLOSE * abs(paper) else "NOT"
+    return f"{word} ({miss:+.{digits + 1}f})"
+
+
+def model_rows() -> Iterator[Row]:
+    """Yield parameters (Table 1) and shares of a full checkpoint (Fig. 2)."""
+    small, large = SMALL.num_parameters / 1e6, LARGE.num_parameters / 1e9
+    yield "GPT-125M-8E, parameters, 1e6", f"{small:.1f}", "323", verdict(small, 323.0, 0)
+    yield "GPT-350M-16E, parameters, 1e9", f"{large:.3f}", "1.7", verdict(large, 1.7, 1)
+    large = LARGE.num_parameters / 2**30
+    yield "GPT-350M-16E, parameters, 2^30", f"{large:.3f}", "1.7", verdict(large, 1.7, 1)
+    bytes_of, total = PaperBytes(), checkpoint_bytes(LARGE, LARGE.num_experts, PaperBytes())
+    expert, other = LARGE.num_expert_parameters, LARGE.num_non_expert_parameters
+    for name, num_bytes, printed in (
+        ("expert weights", expert * bytes_of.weights, 12),
+        ("non-expert weights", other * bytes_of.weights, 2),
+        ("expert optimizer", expert * bytes_of.optimizer, 74),
+        ("non-expert optimizer", other * bytes_of.optimizer, 12),
+    ):
+        share = 100 * num_bytes / total
+        yield f"share of {name}, %", f"{share:.1f}", printed, verdict(share, printed, 0)
+
+
+def size_rows() -> Iterator[Row]:
+    """Yield the size of a checkpoint with one expert against a full one (Fig. 10a), in %."""
+    for (model, shape), (name, byte_model) in itertools.product(
+        PRESETS.items(), BYTE_MODELS.items()
+    ):
+        full = checkpoint_bytes(shape, shape.num_experts, byte_model)
+        num_bytes = checkpoint_bytes(shape, 1, byte_model)
+        share = 100 * num_bytes / full
+        paper = ("42.3", verdict(share, 42.3, 1)) if shape is LARGE else ("", "")
+        yield model, name, 1, f"{num_bytes / 1e6:,.0f}", f"{share:.1f}", *paper
+
+
+def table_3_rows() -> Iterator[Row]:
+    """Yield the relative sizes of Table 3, whose rows leave experts out of some classes of bytes only."""
+    full = checkpoint_bytes(LARGE, LARGE.num_experts, PaperBytes())
+    for name, printed, weights_full, optimizer_full in (
+        ("W: weights only", 0.88, False, True),
+        ("O: optimizer only", 0.54, True, False),
+        ("WO: both", 0.42, False, False),
+    ):
+        cells: list[object] = []
+        for master_full in (False, True):
+            byte_model = PaperBytes(
+                weights_always_full=weights_full,
+                master_always_full=optimizer_full or master_full,
+                moments_always_full=optimizer_full,
+            )
+            share = checkpoint_bytes(LARGE, 1, byte_model) / full
+            cells += [f"{share:.3f}", verdict(share, printed, 2)]
+        yield name, printed, *cells
+
+
+def bottlenecks(
+    shape: ModelShape, case: str, k: int, byte_model: PaperBytes, unit: NonExpertUnit
+) -> dict[Sharding, int]:
+    """Return the bytes of the bottleneck rank with every sharding."""
+    dp, ep = CASES[case]
+    return {
+        sharding: paper_workload(
+            shape,
+            k,
+            byte_model,
+            PaperLayout(dp=dp, ep=ep, sharding=sharding, non_expert_unit=unit),
+        ).bottleneck_bytes
+        for sharding in Sharding
+    }
+
+
+def _ks(shape: ModelShape) -> list[int]:
+    return [k for k in KS if k <= shape.num_experts]
+
+
+def _reductions(most: dict[Sharding, int]) -> tuple[float, float]:
+    """Return in % what equal sharding saves against none, and adaptive against equal."""
+    return (
+        100 * reduction(most[Sharding.EQUAL], most[Sharding.NONE]),
+        100 * reduction(most[Sharding.ADAPTIVE], most[Sharding.EQUAL]),
+    )
+
+
+def range_rows() -> Iterator[Row]:
+    """Yield ranges over the cases against those that the paper prints, in %."""
+    for unit_name, unit in UNITS.items():
+        for (name, byte_model), k in itertools.product(BYTE_MODELS.items(), KS):
+            of_cases = [_reductions(bottlenecks(LARGE, c, k, byte_model, unit)) for c in CASES]
+            equal, adaptive = zip(*of_cases, strict=True)
+            if k == LARGE.num_experts:
+                if byte_model is BYTE_MODELS["eq. 6"]:  # full checkpoints are the same in both
+                    yield _range_row("full, equal", "both", k, unit_name, equal, FULL_REDUCTION, 0)
+                continue
+            yield _range_row("partial, equal", name, k, unit_name, equal, PARTIAL_REDUCTION, 0)
+            if k == 1:
+                yield _range_row("adaptive", name, k, unit_name, adaptive, ADAPTIVE_REDUCTION, 1)
+
+
+def _range_row(
+    what: str,
+    byte_model: str,
+    k: int,
+    unit: str,
+    values: Sequence[float],
+    paper: tuple[float, float],
+    digits: int,
+) -> Row:
+    low, high = min(values), max(values)
+    return (
+        what,
+        byte_model,
+        k,
+        unit,
+        f"{low:.1f} to {high:.1f}",
+        f"{paper[0]:.{digits}f} to {paper[1]:.{digits}f}",
+        verdict(low, paper[0], digits),
+        verdict(high, paper[1], digits),
+    )
+
+
+def training_rows() -> Iterator[Row]:
+    """Yield what moe_ft saves in every case that the model's experts allow."""
+    for (model, shape), (case, (dp, ep)) in itertools.product(PRESETS.items(), CASES.items()):
+        if shape.num_experts % ep:
+            continue
+        flags = ("--moe-ft-strategy", "partial")
+        replicated = planned_preset(shape, *flags, dp=dp, ep=ep)
+        jobs = [planned_preset(shape, *flags, "--use-distributed-optimizer", dp=dp, ep=ep)]
+        jobs += [replicated.divided(sharding) for sharding in Sharding]
+        sizes = [PartialSizes(job, PartialConfig(), PARTIAL.build) for job in jobs]
+        for k in _ks(shape):
+            workloads = [each.plan_workload(k) for each in sizes]
+            num_bytes = workloads[0].total_bytes
+            most = (f"{workload.bottleneck_bytes / 1e6:,.1f}" for workload in workloads)
+            yield model, case, k, f"{num_bytes / 1e6:,.0f}", f"{num_bytes / dp / 1e6:,.1f}", *most

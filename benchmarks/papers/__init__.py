@@ -1,0 +1,1 @@
+"""Figures of the papers that moe_ft follows: calculated, simulated, or measured at a small scale."""
