@@ -61,6 +61,7 @@ class Compared:
     flags: Sequence[str] = ()
     model: Changes = field(default_factory=dict)
     layout: dict[str, int] = field(default_factory=lambda: {"ep": 2})
+    num_ranks: int = 2
     period: int = 1
     keeps: bool = False
 
@@ -68,7 +69,7 @@ class Compared:
         self, data: Sequence[str], num_iterations: int, job: JobFolder, *, has_flag: bool
     ) -> float:
         """Train once; return the seconds of rank 0's iterations."""
-        ranks = self.layout.get("pp", 1) * self.layout.get("ep", 1)
+        ranks = self.num_ranks
         words = [
             *model_flags(**{**self.model, "train_iters": num_iterations}),
             *(*layout_flags(self.layout), *data, *self.flags, *(self.flag if has_flag else ())),
@@ -94,6 +95,7 @@ FLAGS: dict[str, Sequence[Compared]] = {
             flags=("--moe-ft-interval", "2", *flags),
             model=model,
             layout=layout,
+            num_ranks=layout["pp"] * layout.get("ep", 1),
         )
         for name, layout, model, flags in (
             ("pp 2", {"pp": 2}, MODELS["larger"], ()),
@@ -117,9 +119,14 @@ FLAGS: dict[str, Sequence[Compared]] = {
         for name in ("demo", "larger")
     ],
     "repair": [
-        Compared(flag=("--moe-ft-repair", "auto"), job=f"{2 * ep} ranks", layout=layout, keeps=True)
-        for ep in (1, 2, 4)
-        for layout in ({"pp": 2, "ep": ep},)
+        Compared(
+            flag=("--moe-ft-repair", "auto"),
+            job=f"{num_ranks} ranks",
+            layout={"pp": 2, "ep": num_ranks // 2},
+            num_ranks=num_ranks,
+            keeps=True,
+        )
+        for num_ranks in (2, 4, 8)
     ],
     "checks": [
         Compared(flag=(flag, f"{every}"), job="2 ranks", layout={}, model=_CHECKED, period=every)
