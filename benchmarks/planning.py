@@ -261,15 +261,16 @@ def _version_of(index: Index, path: str) -> Version:
 
 def measure_counting(num_layers: int, count: int) -> Rows:
     """Time the hook on the routers, for all layers of one micro-batch, and the table of an iteration."""
-    load = RouterLoad()
+    load, layers = RouterLoad(), [f"layer.{number}" for number in range(num_layers)]
     config = SimpleNamespace(moe_pad_expert_input_to_capacity=False)
-    routers: list[Any] = [SimpleNamespace(config=config, number=n) for n in range(num_layers)]
-    load._names = {router: f"layer.{router.number}" for router in map(_hashable, routers)}
-    routers = list(load._names)
+    routers: list[Any] = [torch.nn.Module() for _ in layers]
+    for router, layer in zip(routers, layers, strict=True):
+        router.config = config
+        load._names[router] = layer
+        load._counts[layer] = torch.zeros(NUM_EXPERTS, dtype=torch.int64)
     probabilities = torch.rand(NUM_TOKENS, NUM_EXPERTS)
     routing_map = torch.zeros(NUM_TOKENS, NUM_EXPERTS, dtype=torch.bool)
     routing_map.scatter_(1, probabilities.topk(TOP_K, dim=1).indices, True)
-    layers = [f"layer.{number}" for number in range(num_layers)]
 
     def hook_all() -> None:
         for router in routers:
@@ -285,13 +286,6 @@ def measure_counting(num_layers: int, count: int) -> Rows:
         hooks.append(milliseconds(hook_all))
         tables.append(milliseconds(lambda: table_of_counts(load.counts(), layers, NUM_EXPERTS)))
     return rows
-
-
-def _hashable(router: Any) -> Any:
-    """Return a stand-in for a router that can be a key."""
-    made = torch.nn.Module()
-    made.config, made.number = router.config, router.number
-    return made
 
 
 def measure_selection(num_layers: int, count: int) -> Rows:
