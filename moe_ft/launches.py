@@ -6,6 +6,7 @@ and `keep` each start of its ranks, which a rank has from its assignment (cluste
 """
 
 import os
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -79,3 +80,26 @@ def _name_of_parent() -> str:
 def shares_store(environment: Mapping[str, str]) -> bool:
     """Return whether torchrun keeps the store where ranks meet, over all starts."""
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def slurms_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return torchrun's variables, from those of a step of `srun` with several tasks; else none."""
+    if "RANK" in environment or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
+        return {}
+    return {
+        "RANK": environment.get("SLURM_PROCID", ""),
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": str(_tasks_on_node(environment)),
+    }
+
+
+def _tasks_on_node(environment: Mapping[str, str]) -> int:
+    """Return SLURM's processes on this node, from a list such as 8(x2),4."""
+    counts: list[int] = []
+    for text in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", text):
+            counts += [int(match[1])] * int(match[2] or 1)
+    text = environment.get("SLURM_NODEID", "")
+    node = int(text) if text.isdecimal() else 0
+    return counts[node] if node < len(counts) else 1

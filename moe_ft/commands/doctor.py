@@ -14,10 +14,10 @@ from moe_ft.config.stock_defects import (
     lines_on_load,
     read_saves,
 )
-from moe_ft.doctor.examination import Request, examine
-from moe_ft.doctor.job import Job
-from moe_ft.doctor.place import Place, find_place
-from moe_ft.doctor.rows import Result, Row, refused, warned
+from moe_ft.doctor.examination import Examination
+from moe_ft.doctor.job import ExaminedJob
+from moe_ft.doctor.meeting import MeetingPlace, find_place
+from moe_ft.doctor.rows import Finding, Result, refused, warned
 from moe_ft.errors import ConfigError
 from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.planned_job import Measured, PlannedJob
@@ -84,20 +84,22 @@ def run(options: argparse.Namespace) -> int:
             f"--transfer={options.transfer} must be at least 1 byte. Give a larger one."
         )
     place = find_place(os.environ)
-    request = Request(
+    return Examination(
         job=_read_job(options, options.of_training, place),
+        place=place,
         timeout_s=options.timeout,
         transfer_bytes=transfer_bytes,
         is_strict=options.strict,
         is_json=options.json,
-    )
-    return examine(request, place, os.environ)
+    ).run()
 
 
-def _read_job(options: argparse.Namespace, words: Sequence[str], place: Place) -> Job:
+def _read_job(
+    options: argparse.Namespace, words: Sequence[str], place: MeetingPlace
+) -> ExaminedJob:
     """Return the job whose command line is given, with rows on what a start would refuse."""
     if not words:
-        return Job()
+        return ExaminedJob()
     known = read_saves(words)
     defects = [
         warned(check, "command line", *line.split(". Instead, "))
@@ -111,7 +113,7 @@ def _read_job(options: argparse.Namespace, words: Sequence[str], place: Place) -
     command = read_command(words)
     ranks = _ranks(options, command.launch, place)
     job, footprint, rows = _plan(command, ranks)
-    return Job(
+    return ExaminedJob(
         config=command.config,
         is_given=True,
         rows=[*rows, *defects],
@@ -124,13 +126,13 @@ def _read_job(options: argparse.Namespace, words: Sequence[str], place: Place) -
     )
 
 
-def _unplanned(error: ConfigError) -> Row:
+def _unplanned(error: ConfigError) -> Finding:
     remedy = "Sizes are not compared with memory and storage; everything else is checked."
     return refused("plan", "command line", error, Result.WARN, remedy)
 
 
 def _ranks(
-    options: argparse.Namespace, launch: LaunchedRanks, place: Place
+    options: argparse.Namespace, launch: LaunchedRanks, place: MeetingPlace
 ) -> tuple[int, int] | None:
     """Return the ranks of the job and of a node: as given, as the launcher says, or as doctor was started."""
     world_size = options.world_size or launch.world_size
@@ -144,7 +146,7 @@ def _ranks(
 
 def _plan(
     command: TrainingCommand, ranks: tuple[int, int] | None
-) -> tuple[PlannedJob | None, Footprint | None, list[Row]]:
+) -> tuple[PlannedJob | None, Footprint | None, list[Finding]]:
     """Return the job and the room that it needs, None if that is not known, and rows on why."""
     config = command.config
     kind = registry.kind_of(config.strategy.strategy)

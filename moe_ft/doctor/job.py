@@ -7,22 +7,27 @@ from dataclasses import dataclass
 from moe_ft.cluster.options import LEAVING_S
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
-from moe_ft.doctor.rows import Row, passed, refused, warned
-from moe_ft.errors import ConfigError
+from moe_ft.doctor.rows import Finding, failed, passed, refused, warned
+from moe_ft.errors import ConfigError, PlanError
 from moe_ft.failure_domains import find_domains
-from moe_ft.planning.host_memory import Footprint, Regions, num_replica_regions, regions_at_peers
+from moe_ft.planning.host_memory import Footprint, num_replica_regions, regions_at_peers
+from moe_ft.planning.parity import place_parity
 from moe_ft.planning.placement import (
+    Survival,
     default_replication_factor,
+    describe_parity,
     find_survival,
     place_replicas,
+    survival_of,
 )
 from moe_ft.topology import RankInfo, Topology
 
+_Peers = Sequence[tuple[int, ...]]  # ``[rank]`` the ranks that keep its state
 _FAILURES, _SPARES, _ALL = "failures", "spare nodes", "all nodes"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class ExaminedJob:
     """A training job that is about to start.
 
     Attributes:
@@ -34,7 +39,7 @@ class Job:
 
     config: MoeFtConfig = MoeFtConfig()
     is_given: bool = False
-    rows: Sequence[Row] = ()
+    rows: Sequence[Finding] = ()
     restarts: bool = False
     backend: str | None = None
     grace_s: float | None = None
@@ -46,6 +51,11 @@ class Job:
         """Return the copies of a rank's state on other nodes."""
         given = self.config.memory.num_replicas
         return default_replication_factor(num_nodes) if given is None else given
+
+    @property
+    def kept_by_peers(self) -> str:
+        """Word for what peers keep of a rank."""
+        return "replicas" if self.config.memory.parity_nodes is None else "parity"
 
     @property
     def num_nodes(self) -> int:
@@ -89,7 +99,7 @@ class Job:
         """Seconds that a planned end leaves to bring a checkpoint to storage; None if nothing says it."""
         return None if self.grace_s is None else max(0.0, self.grace_s - LEAVING_S)
 
-    def spare_row(self, num_nodes: int) -> Row:
+    def spare_row(self, num_nodes: int) -> Finding:
         """Return the row on nodes beyond those that train.
 
         Args:
@@ -127,61 +137,23 @@ class Job:
         return self.num_stored * self.footprint.checkpoint_bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Placement:
-    """Replicas of a job whose ranks are on the nodes that have answered.
-
-    Attributes:
-        peers: ``[rank]`` the ranks that keep its replicas.
-        replica_regions: that each of these keeps of the rank.
-        problem: why the failure domains of the nodes are not known, if they were asked for.
-    """
-
-    topology: Topology
-    peers: Sequence[tuple[int, ...]]
-    replica_regions: Regions
-    problem: ConfigError | None = None
-
-    def nodes(self) -> dict[str, list[str]]:
-        """Return the nodes to which each node would send replicas."""
-        ranks = self.topology.ranks
-        found: dict[str, list[str]] = {node: [] for node in self.topology.nodes}
-        for info, chosen in zip(ranks, self.peers, strict=True):
-            own = found[info.node]
-            own += [ranks[peer].node for peer in chosen if ranks[peer].node not in own]
-        return found
-
-    def row(self) -> Row:
-        """Return the row on failures that memory survives."""
-        if self.problem is not None:
-            return refused(_FAILURES, _ALL, self.problem)
-        survival = find_survival(self.topology, self.peers, self.replica_regions)
-        found = f"memory survives the loss of {survival.describe()}"
-        if not survival.num_nodes:
-            more = (
-                "several nodes"
-                if len(self.topology.nodes) == 1
-                else f"{flag_of('replication_factor')} 1"
-            )
-            return warned(_FAILURES, _ALL, found, f"Use {more}: copies go to other nodes.")
-        if survival.domain is False:
-            return warned(_FAILURES, _ALL, found, "Take nodes of several failure domains.")
-        return passed(_FAILURES, _ALL, found)
-
-
-def place_on_nodes(job: Job, nodes: Sequence[str]) -> Placement:
-    """Place the replicas of a job as its start would.
+def place_on_nodes(job: ExaminedJob, nodes: Sequence[str]) -> tuple[dict[str, list[str]], Finding]:
+    """Place what peers keep as the start of a job would: copies, or parity.
 
     Args:
         nodes: of each rank that has answered, by rank. If they run fewer ranks than training will, each node
             counts as a whole one.
+
+    Returns:
+        The nodes to which each node would send state, and the row on failures that memory survives.
     """
-    given, problem = job.config.memory.failure_domain, None
+    memory, problem = job.config.memory, None
     domains = dict.fromkeys(nodes, "")
     try:
-        domains = domains if given is None else find_domains(given, domains)
+        if memory.failure_domain is not None:
+            domains = find_domains(memory.failure_domain, domains)
     except ConfigError as error:
-        problem = error
+        problem = refused(_FAILURES, _ALL, error)
     per_stage = max(1, len(nodes) // job.num_stages)
     ranks = tuple(
         RankInfo(
@@ -196,12 +168,46 @@ def place_on_nodes(job: Job, nodes: Sequence[str]) -> Placement:
         for rank, node in enumerate(nodes)
     )
     topology = Topology(ranks=ranks)
+    place = _place_copies if memory.parity_nodes is None else _place_parity
+    peers, row = place(job, topology)
+    found: dict[str, list[str]] = {node: [] for node in topology.nodes}
+    for info, chosen in zip(ranks, peers, strict=True):
+        own = found[info.node]
+        own += [ranks[peer].node for peer in chosen if ranks[peer].node not in own]
+    return found, problem or row
+
+
+def _place_copies(job: ExaminedJob, topology: Topology) -> tuple[_Peers, Finding]:
     factor = min(job.replication_factor(len(topology.nodes)), len(topology.nodes) - 1)
     has_pool = job.footprint is not None and job.footprint.share.pool_bytes > 0
     regions = num_replica_regions(regions_at_peers(job.config.memory, factor), has_pool=has_pool)
-    return Placement(
-        topology=topology,
-        peers=place_replicas(topology, factor),
-        replica_regions=regions,
-        problem=problem,
-    )
+    peers = place_replicas(topology, factor)
+    survival = find_survival(topology, peers, regions)
+    text = f"memory survives the loss of {survival.describe()}"
+    if not survival.num_nodes:
+        is_one = len(topology.nodes) == 1
+        more = "several nodes" if is_one else f"{flag_of('replication_factor')} 1"
+        return peers, warned(_FAILURES, _ALL, text, f"Use {more}: copies go to other nodes.")
+    return peers, _row_of(survival, text)
+
+
+def _place_parity(job: ExaminedJob, topology: Topology) -> tuple[_Peers, Finding]:
+    size = job.config.memory.parity_nodes
+    assert size is not None
+    try:
+        groups = place_parity(topology, size)
+    except PlanError as error:
+        remedy = f"Use nodes with as many ranks each, or give {flag_of('replicas')} copies."
+        text = f"{flag_of('replicas')}={job.config.memory.replicas}: {error}"
+        # With all of its nodes a start refuses it.
+        is_whole = job.ranks is not None and len(topology.nodes) >= job.num_nodes
+        row = (failed if is_whole else warned)(_FAILURES, _ALL, text, remedy)
+        return [()] * len(topology.ranks), row
+    peers = [each.others(rank) for rank, each in enumerate(groups)]
+    return peers, _row_of(survival_of(topology, groups), describe_parity(topology, groups))
+
+
+def _row_of(survival: Survival, text: str) -> Finding:
+    if survival.domain is False:
+        return warned(_FAILURES, _ALL, text, "Take nodes of several failure domains.")
+    return passed(_FAILURES, _ALL, text)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from moe_ft.config.fields import size_text
-from moe_ft.doctor.rows import Result, Row, failed, passed, refused, warned
+from moe_ft.doctor.rows import Finding, Result, failed, passed, refused, warned
 from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.memory.job_directory import file_system_type, huge_pages, node_directory
 from moe_ft.errors import BusyError, ConfigError
@@ -34,7 +34,7 @@ _FILES_OF_A_RANK = 64
 _MOST_NAMED = 3
 
 
-def check_memory(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
+def check_memory(site: Site, num_ranks: int, needed: int | None) -> list[Finding]:
     """Return rows on a node's memory directory.
 
     Args:
@@ -55,7 +55,7 @@ def check_memory(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
                 created.rmdir()
 
 
-def _claim(site: Site) -> Row:
+def _claim(site: Site) -> Finding:
     """Take a rank's place for a job that is gone afterwards; raises ConfigError if that is refused."""
     name, place = f"moe_ft_doctor_{secrets.token_hex(8)}", site.config.memory.memory_dir
     # A node whose name is refused has none: it must not be taken for the job's own directory.
@@ -78,7 +78,7 @@ def _claim(site: Site) -> Row:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _room(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
+def _room(site: Site, num_ranks: int, needed: int | None) -> list[Finding]:
     """Return rows on what a start checks, on real memory, and on the number of files."""
     rows = []
     node, place = site.node, site.config.memory.memory_dir
@@ -94,7 +94,9 @@ def _room(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
         if needed is None and free < _LEAST_BYTES:
             rows.append(warned(_ROOM, node, found, remedy))
         elif needed is not None and free < needed and what != place:
-            remedy += " Or fewer replicas: see `moe_ft plan`."
+            has_parity = site.config.memory.parity_nodes is not None
+            less = "larger groups of parity" if has_parity else "fewer replicas"
+            remedy += f" Or {less}: see `moe_ft plan`."
             rows.append(failed(_ROOM, node, f"{found}, {text}", remedy))
     status = os.statvfs(place)
     if status.f_files and status.f_favail < num_ranks * _FILES_OF_A_RANK:
@@ -106,7 +108,7 @@ def _room(site: Site, num_ranks: int, needed: int | None) -> list[Row]:
     return rows or [passed(_ROOM, node, "; ".join(filter(None, [found, text])))]
 
 
-def _pages(site: Site) -> list[Row]:
+def _pages(site: Site) -> list[Finding]:
     """Return a row on huge pages of a tmpfs: with them memory is touched and pinned several times faster."""
     option, mount_point = huge_pages(Path(site.config.memory.memory_dir))
     if not mount_point:
@@ -120,7 +122,7 @@ def _pages(site: Site) -> list[Row]:
     elif option == "never" and "[force]" not in general:
         found = "none (huge=never)"
         remedy = f"GPU nodes start faster with mount -o remount,huge=within_size {mount_point}."
-    return [Row(_PAGES, site.node, Result.PASS, found, remedy)]
+    return [Finding(_PAGES, site.node, Result.PASS, found, remedy)]
 
 
 def free_bytes(place: str, own_bytes: int) -> dict[str, tuple[int, str]]:
@@ -136,7 +138,7 @@ def free_bytes(place: str, own_bytes: int) -> dict[str, tuple[int, str]]:
     return found
 
 
-def _leftovers(node: str, place: Path) -> list[Row]:
+def _leftovers(node: str, place: Path) -> list[Finding]:
     """Return a row on the memory of other jobs."""
     try:
         removable, left = clean(str(place), None, _LEAST_AGE_S)
@@ -152,7 +154,7 @@ def _leftovers(node: str, place: Path) -> list[Row]:
     return [passed(_LEFT, node, "none")]
 
 
-def check_limits(node: str, world_size: int, stage_size: int) -> list[Row]:
+def check_limits(node: str, world_size: int, stage_size: int) -> list[Finding]:
     """Return rows on the limits of this process, which are those of ranks that are started as it was.
 
     Args:
@@ -162,7 +164,7 @@ def check_limits(node: str, world_size: int, stage_size: int) -> list[Row]:
     return [_locked_memory(node), _open_files(node, world_size, stage_size), _core_files(node)]
 
 
-def _locked_memory(node: str) -> Row:
+def _locked_memory(node: str) -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return passed(_LOCKED, node, "no limit")
@@ -174,7 +176,7 @@ def _locked_memory(node: str) -> Row:
     return warned(_LOCKED, node, found, remedy)
 
 
-def _open_files(node: str, world_size: int, stage_size: int) -> Row:
+def _open_files(node: str, world_size: int, stage_size: int) -> Finding:
     try:
         allow_descriptors(world_size, stage_size)
     except ConfigError as error:
@@ -184,7 +186,7 @@ def _open_files(node: str, world_size: int, stage_size: int) -> Row:
     return passed(_OPEN_FILES, node, f"{limit}, enough for {world_size} ranks")
 
 
-def _core_files(node: str) -> Row:
+def _core_files(node: str) -> Finding:
     limit = resource.getrlimit(resource.RLIMIT_CORE)[0]
     if limit == 0:
         return passed(_CORES, node, "none are written")

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.addresses import is_loopback
-from moe_ft.doctor.rows import Row, failed, join_nodes, passed, rate_text, warned
+from moe_ft.doctor.rows import Finding, failed, join_nodes, passed, rate_text, warned
 from moe_ft.engine.links.messages import pass_over, receive
 from moe_ft.engine.links.peers import open_connection
 from moe_ft.engine.links.transport import CHUNK_BYTES, PROGRESS_TIMEOUT_S, Connection, Deadline
@@ -132,7 +132,7 @@ def _visit(peer: Peer, token: str) -> Trip | str:
         return f"{peer.address[0]}:{peer.address[1]}: {type(error).__name__}: {error}"
 
 
-def check_reach(node: str, found: Mapping[str, Trip | str]) -> list[Row]:
+def check_reach(node: str, found: Mapping[str, Trip | str]) -> list[Finding]:
     """Return a row on the nodes that a node reaches, and on those that it does not."""
     lost = {name: reason for name, reason in found.items() if isinstance(reason, str)}
     if lost:
@@ -146,7 +146,7 @@ def check_reach(node: str, found: Mapping[str, Trip | str]) -> list[Row]:
     return [passed(_REACH, node, f"{others}, round trips below {level}")]
 
 
-def check_clocks(node: str, found: Mapping[str, Trip | str]) -> list[Row]:
+def check_clocks(node: str, found: Mapping[str, Trip | str]) -> list[Finding]:
     """Return a row on how far the clocks of other nodes are from that of this one."""
     trips = {name: trip for name, trip in found.items() if isinstance(trip, Trip)}
     if not trips:
@@ -169,12 +169,14 @@ def check_rates(
     token: str,
     num_bytes: int,
     snapshot_bytes: int | None,
+    what: str = "replicas",
     most_s: float = 1.0,
-) -> list[Row]:
-    """Return a row on the bandwidth to each node that would keep replicas, one after the other.
+) -> list[Finding]:
+    """Return a row on the bandwidth to each node that would keep state, one after the other.
 
     Args:
         peers: nodes that were reached.
+        what: that peers keep.
         snapshot_bytes: that the node sends to its peers after a snapshot; None if nothing is planned.
         most_s: seconds for each.
     """
@@ -191,7 +193,7 @@ def check_rates(
         rate = sent / took_s
         found = f"to {peer.node}: {rate_text(sent, took_s)} over one connection"
         if snapshot_bytes is not None:
-            found += f"; replicas of a full snapshot take {snapshot_bytes / rate:.1f} s"
+            found += f"; {what} of a full snapshot take {snapshot_bytes / rate:.1f} s"
         if rate < SLOWEST_BYTES_PER_S:
             found += f"; below {SLOWEST_BYTES_PER_S / 1e6:.0f} MB/s transfers are given up"
             rows.append(failed(_RATE, node, found, _OPEN))
@@ -202,7 +204,7 @@ def check_rates(
 
 def check_group(
     node: str, own: str, environment: Mapping[str, str], host: str, devices: Path = _DEVICES
-) -> list[Row]:
+) -> list[Finding]:
     """Return a row on the interface that gloo's groups use, by which ranks agree on checkpoints.
 
     Args:

@@ -12,8 +12,8 @@ import msgspec
 
 import moe_ft
 from moe_ft.config.config import MemoryConfig
-from moe_ft.doctor.place import Place
-from moe_ft.doctor.rows import Result, Row, failed, join_nodes, passed, refused, warned
+from moe_ft.doctor.meeting import MeetingPlace
+from moe_ft.doctor.rows import Finding, Result, failed, join_nodes, passed, refused, warned
 from moe_ft.errors import ConfigError
 from moe_ft.launches import shares_store
 from moe_ft.processes import boot_id
@@ -34,7 +34,7 @@ _SHARED = re.compile(
 _OF_A_NODE = re.compile(r"\w*_(IFNAME|HCA|TOPO_FILE|HOSTID)")
 
 
-class RankFacts(msgspec.Struct, frozen=True):
+class ProcessFacts(msgspec.Struct, frozen=True):
     """Facts of one process.
 
     Attributes:
@@ -60,7 +60,9 @@ class RankFacts(msgspec.Struct, frozen=True):
     address_problem: str = ""
 
 
-def find_facts(place: Place, memory: MemoryConfig, environment: Mapping[str, str]) -> RankFacts:
+def find_facts(
+    place: MeetingPlace, memory: MemoryConfig, environment: Mapping[str, str]
+) -> ProcessFacts:
     """Return the facts of this process, without an address."""
     host = socket.gethostname()
     try:
@@ -69,7 +71,7 @@ def find_facts(place: Place, memory: MemoryConfig, environment: Mapping[str, str
         node, problem = "", str(error)
     given = ("MOE_FT_NODE_ID", "SLURMD_NODENAME")
     source = next((name for name in given if environment.get(name)), "the host name")
-    return RankFacts(
+    return ProcessFacts(
         rank=place.rank,
         node=node,
         node_problem=problem,
@@ -109,7 +111,7 @@ def count_gpus(environment: Mapping[str, str], devices: Path) -> int:
     )
 
 
-def check_names(everyone: Sequence[RankFacts], environment: Mapping[str, str]) -> list[Row]:
+def check_names(everyone: Sequence[ProcessFacts], environment: Mapping[str, str]) -> list[Finding]:
     """Return rows on the names of nodes; all are taken to be in containers if this process is."""
     rows = [
         failed(_NODES, f"rank {facts.rank}", facts.node_problem, _GIVE_NAMES)
@@ -143,12 +145,12 @@ def check_names(everyone: Sequence[RankFacts], environment: Mapping[str, str]) -
     return [passed(_NODES, join_nodes(names), f"{len(names)}, from {everyone[0].node_source}")]
 
 
-def _may_change(facts: RankFacts, environment: Mapping[str, str]) -> bool:
+def _may_change(facts: ProcessFacts, environment: Mapping[str, str]) -> bool:
     is_drawn = _CONTAINER.fullmatch(facts.host) or "KUBERNETES_SERVICE_HOST" in environment
     return facts.node_source == "the host name" and bool(is_drawn)
 
 
-def check_ranks(everyone: Sequence[RankFacts], planned: tuple[int, int] | None) -> list[Row]:
+def check_ranks(everyone: Sequence[ProcessFacts], planned: tuple[int, int] | None) -> list[Finding]:
     """Return a row on the ranks of each node, and the nodes that training needs.
 
     Args:
@@ -174,7 +176,7 @@ def check_ranks(everyone: Sequence[RankFacts], planned: tuple[int, int] | None) 
     return [passed(_RANKS, "all nodes", found)]
 
 
-def check_job(memory: MemoryConfig, environment: Mapping[str, str], *, is_planned: bool) -> Row:
+def check_job(memory: MemoryConfig, environment: Mapping[str, str], *, is_planned: bool) -> Finding:
     """Return a row on the name by which a restart finds its memory; planned if training's flags are known."""
     try:
         return passed(_JOB, "this job", memory.resolve_job_id(environment))
@@ -182,7 +184,7 @@ def check_job(memory: MemoryConfig, environment: Mapping[str, str], *, is_planne
         return refused(_JOB, "this job", error, Result.FAIL if is_planned else Result.WARN)
 
 
-def check_versions(everyone: Sequence[RankFacts]) -> list[Row]:
+def check_versions(everyone: Sequence[ProcessFacts]) -> list[Finding]:
     """Return rows on the versions of all ranks that have answered."""
     names = sorted({name for facts in everyone for name in facts.versions})
     rows = [row for name in names for row in _compare(name, everyone)]
@@ -206,8 +208,8 @@ def check_versions(everyone: Sequence[RankFacts]) -> list[Row]:
     return [passed(_VERSIONS, "all ranks", found)]
 
 
-def _compare(name: str, everyone: Sequence[RankFacts]) -> list[Row]:
-    holders: dict[str, list[RankFacts]] = {}
+def _compare(name: str, everyone: Sequence[ProcessFacts]) -> list[Finding]:
+    holders: dict[str, list[ProcessFacts]] = {}
     for facts in everyone:
         holders.setdefault(facts.versions.get(name, "missing"), []).append(facts)
     if len(holders) == 1:
@@ -221,7 +223,7 @@ def _compare(name: str, everyone: Sequence[RankFacts]) -> list[Row]:
     return [failed(_VERSIONS, "all ranks", f"{name}: {'; '.join(parts)}", remedy)]
 
 
-def check_gpus(everyone: Sequence[RankFacts], ranks_per_node: int | None) -> list[Row]:
+def check_gpus(everyone: Sequence[ProcessFacts], ranks_per_node: int | None) -> list[Finding]:
     """Return a row on the GPUs of each node; `ranks_per_node` is None if it is not known."""
     rows = []
     most = max(facts.num_gpus for facts in everyone)
@@ -255,7 +257,7 @@ def check_store(
     restarts: bool = False,
     backend: str | None = None,
     is_alone: bool = False,
-) -> Row:
+) -> Finding:
     """Return a row on torchrun's store: shared with ranks, it gives restarted ranks addresses of dead ones.
 
     Args:
@@ -280,7 +282,7 @@ def check_store(
     return passed(_STORE, "torchrun", f"no --max-restarts, which would need {VARIABLE}=1")
 
 
-def check_variables(everyone: Sequence[RankFacts]) -> list[Row]:
+def check_variables(everyone: Sequence[ProcessFacts]) -> list[Finding]:
     """Return rows on variables that differ between ranks, or keep hangs from ending."""
     rows = []
     first = everyone[0]

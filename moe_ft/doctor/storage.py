@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.config.fields import size_text
-from moe_ft.doctor.rows import Row, failed, passed, rate_text, refused, warned
+from moe_ft.doctor.rows import Finding, failed, passed, rate_text, refused, warned
 from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.storage_lock import (
     LOCK_NAME,
@@ -85,7 +85,7 @@ class ProbeDirectory:
                 directory.rmdir()
 
 
-def check_semantics(storage: Storage) -> list[Row]:
+def check_semantics(storage: Storage) -> list[Finding]:
     """Return a row on what the product does with storage, done in an empty directory."""
     for name, act in _OPERATIONS.items():
         try:
@@ -142,7 +142,7 @@ _OPERATIONS = {
 }
 
 
-def check_lock(root: Storage, watch_s: float = _WATCH_S) -> list[Row]:
+def check_lock(root: Storage, watch_s: float = _WATCH_S) -> list[Finding]:
     """Return a row on the lock of the persist directory, which a start would watch too, also one of its job.
 
     Args:
@@ -164,7 +164,7 @@ def check_lock(root: Storage, watch_s: float = _WATCH_S) -> list[Row]:
     return [warned(_LOCK, _PLACE, found, remedy)]
 
 
-def check_space(root: Storage, needed: int | None, num_checkpoints: int) -> list[Row]:
+def check_space(root: Storage, needed: int | None, num_checkpoints: int) -> list[Finding]:
     """Return a row on the room for checkpoints.
 
     Args:
@@ -191,7 +191,7 @@ _PIECE_BYTES = 8 << 20
 _SHARE = "All nodes need the same storage at this path or URL: a mounted file system, or an object store."
 
 
-class Written(msgspec.Struct, frozen=True):
+class ProbeFile(msgspec.Struct, frozen=True):
     """File that a node has written; the path is in the persist directory."""
 
     path: str
@@ -200,7 +200,7 @@ class Written(msgspec.Struct, frozen=True):
     checksum: str
 
 
-def write_file(storage: Storage, path: str, num_bytes: int, most_s: float = 1.0) -> Written:
+def write_file(storage: Storage, path: str, num_bytes: int, most_s: float = 1.0) -> ProbeFile:
     """Write a file as a checkpoint is written; raises OSError if that fails.
 
     Args:
@@ -221,12 +221,12 @@ def write_file(storage: Storage, path: str, num_bytes: int, most_s: float = 1.0)
     took_s = time.perf_counter() - start_s
     with suppress(OSError):
         storage.forget_cached(path)
-    return Written(path, sum(map(len, pieces)), took_s, checksum(b"".join(pieces)))
+    return ProbeFile(path, sum(map(len, pieces)), took_s, checksum(b"".join(pieces)))
 
 
 def check_write(
-    node: str, written: Written, checkpoint_bytes: int | None, saving_s: float | None = None
-) -> list[Row]:
+    node: str, written: ProbeFile, checkpoint_bytes: int | None, saving_s: float | None = None
+) -> list[Finding]:
     """Return a row on the speed of a write.
 
     Args:
@@ -245,9 +245,9 @@ def check_write(
 def check_read(
     node: str,
     storage: Storage,
-    written: Mapping[str, Written],
+    written: Mapping[str, ProbeFile],
     checkpoint_bytes: int | None,
-) -> list[Row]:
+) -> list[Finding]:
     """Return a row on reading the file of the next node; `written` has the same order on all nodes."""
     nodes = list(written)
     other = nodes[(nodes.index(node) + 1) % len(nodes)] if node in nodes else nodes[0]
@@ -271,7 +271,7 @@ def check_read(
 
 def _speed(
     check: str, node: str, num_bytes: int, seconds: float, checkpoint_bytes: int | None
-) -> Row:
+) -> Finding:
     rate = num_bytes / max(seconds, 1e-9)
     found = rate_text(num_bytes, seconds)
     if checkpoint_bytes is not None:

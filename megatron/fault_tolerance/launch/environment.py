@@ -18,9 +18,8 @@ from megatron.fault_tolerance.cpu import adam
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.launch.children import end_children_with
 from moe_ft.command_lines import flag_value
-from moe_ft.doctor.place import tasks_on_node
 from moe_ft.errors import ConfigError
-from moe_ft.launches import launch_of, shares_store
+from moe_ft.launches import launch_of, shares_store, slurms_variables
 from moe_ft.processes import has_ended, start_ticks
 from moe_ft.saying import FORMAT_FLAG, choose_format, say, warn
 
@@ -55,13 +54,7 @@ def take_slurms_variables() -> None:
 
     Such a loop also finds out where the ranks meet. Call it before `prepare_environment`.
     """
-    environment = os.environ
-    if "RANK" in environment or environment.get("SLURM_STEP_NUM_TASKS", "1") == "1":
-        return
-    environment["RANK"] = environment["SLURM_PROCID"]
-    environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
-    environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
-    environment["LOCAL_WORLD_SIZE"] = str(tasks_on_node(environment))
+    os.environ |= slurms_variables(os.environ)
 
 
 def _complete_variables() -> None:

@@ -13,17 +13,22 @@ import pytest
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig
 from moe_ft.config.storage import StorageConfig
-from moe_ft.doctor import examination, network, node_checks
-from moe_ft.doctor.examination import Request, examine
-from moe_ft.doctor.job import Job
-from moe_ft.doctor.meeting import Meeting
-from moe_ft.doctor.place import Place
+from moe_ft.doctor import examination, network
+from moe_ft.doctor.examination import Examination
+from moe_ft.doctor.job import ExaminedJob
+from moe_ft.doctor.meeting import Meeting, MeetingPlace
 from tests.ports import free_port
 from tests.waiting import wait_for
 
 FORK = multiprocessing.get_context("fork")
 TIMEOUT_S = 120.0
 Act = Callable[[], None]
+
+
+def examined(place: MeetingPlace, **settings: Any) -> int:
+    """Return the exit code of an examination, without an environment."""
+    given = {"job": ExaminedJob(), "timeout_s": TIMEOUT_S, "transfer_bytes": 1, **settings}
+    return Examination(place=place, environment={}, **given).run()
 
 
 class Launch:
@@ -65,16 +70,13 @@ class Launch:
             memory=MemoryConfig(memory_dir=str(self._memory_dir), job_id="a", node_id=f"n{rank}"),
             storage=StorageConfig(persist_dir=str(self._folder / "persist")),
         )
-        request = Request(
-            job=Job(config=config),
-            timeout_s=TIMEOUT_S,
-            transfer_bytes=1 << 20,
-            is_json=True,
-        )
         master = ("127.0.0.1", self._port)
-        place = Place(rank=rank, world_size=self._world_size, master=master, token=self._token)
+        place = MeetingPlace(
+            rank=rank, world_size=self._world_size, master=master, token=self._token
+        )
+        job = ExaminedJob(config=config)
         with (self._folder / str(rank)).open("w") as out, redirect_stdout(out):
-            code = examine(request, place, {})
+            code = examined(place, job=job, transfer_bytes=1 << 20, is_json=True)
         os._exit(code)
 
 
@@ -130,10 +132,10 @@ def test_launch_without_a_token_sends_nothing_to_peers(tmp_path: Path, memory_di
 @pytest.mark.rest
 def test_node_that_falls_silent_is_named(tmp_path: Path, memory_dir: Path) -> None:
     def die_at_the_first_check() -> None:
-        node_checks.check_memory = lambda *_: os._exit(9)  # type: ignore[attr-defined]
+        examination.check_memory = lambda *_: os._exit(9)  # type: ignore[attr-defined]
 
     def give_up_soon() -> None:
-        examination._ROWS = node_checks._WRITTEN = node_checks._READ = 1.0 / TIMEOUT_S
+        examination._ROWS = examination._WRITTEN = examination._READ = 1.0 / TIMEOUT_S
 
     launch = Launch(tmp_path, memory_dir, 2)
     launch.start(0, give_up_soon)
@@ -148,7 +150,7 @@ def test_node_that_falls_silent_is_named(tmp_path: Path, memory_dir: Path) -> No
 def test_process_that_hangs_ends_in_time() -> None:
     def hang() -> None:
         examination.find_facts = lambda *_: time.sleep(1e6)  # type: ignore[attr-defined, assignment]
-        examine(Request(job=Job(), timeout_s=1.0, transfer_bytes=1), Place(), {})
+        examined(MeetingPlace(), timeout_s=1.0)
 
     process = FORK.Process(target=hang)
     process.start()
@@ -162,7 +164,7 @@ def test_process_that_is_terminated_cleans_up(tmp_path: Path, memory_dir: Path) 
         time.sleep(1e6)
 
     def hang_at_the_lock() -> None:
-        node_checks.check_lock = hang  # type: ignore[attr-defined, assignment]
+        examination.check_lock = hang  # type: ignore[attr-defined, assignment]
 
     launch = Launch(tmp_path, memory_dir, 1)
     launch.start(0, hang_at_the_lock)
@@ -177,11 +179,12 @@ def test_store_that_nobody_opens_is_reported(
     rank: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Rank 1: there is no rank 0. Rank 0: torchrun, which should listen there, does not.
-    place = Place(rank=rank, world_size=2, master=("127.0.0.1", free_port()), has_agent_store=True)
+    place = MeetingPlace(
+        rank=rank, world_size=2, master=("127.0.0.1", free_port()), has_agent_store=True
+    )
     monkeypatch.setattr(examination, "_MET", 0.0)
     # An examination that takes longer ends this process.
-    request = Request(job=Job(), timeout_s=3600.0, transfer_bytes=1)
-    assert examine(request, place, {}) == 1
+    assert examined(place, timeout_s=3600.0) == 1
     out = capsys.readouterr().out
     assert "the store at 127.0.0.1" in out
     assert "nothing listens there" in out

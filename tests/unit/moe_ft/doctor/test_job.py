@@ -6,7 +6,7 @@ import pytest
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig
 from moe_ft.config.storage import StorageConfig
-from moe_ft.doctor.job import Job, place_on_nodes
+from moe_ft.doctor.job import ExaminedJob, place_on_nodes
 from moe_ft.doctor.rows import Result
 from moe_ft.planning.host_memory import Footprint, MemoryShare
 
@@ -15,7 +15,7 @@ PLANNED = Footprint(share=MemoryShare(region_bytes=10), checkpoint_bytes=100)
 
 def test_room_of_a_planned_job() -> None:
     config = MoeFtConfig(storage=StorageConfig(persist_dir="/x", keep=2))
-    job = Job(config=config, ranks=(16, 8), footprint=PLANNED)
+    job = ExaminedJob(config=config, ranks=(16, 8), footprint=PLANNED)
     assert job.num_nodes == 2
     assert job.node_bytes == 8 * (3 * 10 + 2 * 10)  # three regions, and two of one replica
     assert job.sent_bytes == 8 * 10
@@ -24,7 +24,7 @@ def test_room_of_a_planned_job() -> None:
 
 
 def test_job_that_is_not_planned_needs_an_unknown_room() -> None:
-    job = Job(ranks=(16, 8))
+    job = ExaminedJob(ranks=(16, 8))
     rooms = (job.node_bytes, job.sent_bytes, job.checkpoint_bytes, job.stored_bytes)
     assert rooms == (None, None, None, None)
 
@@ -51,22 +51,22 @@ def test_spares_are_the_nodes_beyond_those_that_train(
     repair: str, num_nodes: int, result: Result, found: str
 ) -> None:
     config = MoeFtConfig(recovery=RecoveryConfig(repair=repair))
-    row = Job(config=config, ranks=(16, 8)).spare_row(num_nodes)
+    row = ExaminedJob(config=config, ranks=(16, 8)).spare_row(num_nodes)
     assert (row.result, row.found[: len(found)]) == (result, found)
 
 
 def test_peers_are_the_nodes_that_replicas_go_to() -> None:
     nodes = ["a", "a", "b", "b", "c", "c", "d", "d"]
-    assert place_on_nodes(Job(), nodes).nodes()["a"] == ["b", "c"]
-    assert place_on_nodes(Job(num_stages=2), nodes).nodes()["a"] == ["b", "c"]
+    assert place_on_nodes(ExaminedJob(), nodes)[0]["a"] == ["b", "c"]
+    assert place_on_nodes(ExaminedJob(num_stages=2), nodes)[0]["a"] == ["b", "c"]
     config = MoeFtConfig(memory=MemoryConfig(replication_factor="1"))
-    two_stages = Job(config=config, num_stages=2)
+    two_stages = ExaminedJob(config=config, num_stages=2)
     expected = {"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"]}
-    assert place_on_nodes(two_stages, nodes).nodes() == expected
+    assert place_on_nodes(two_stages, nodes)[0] == expected
 
 
 def test_node_that_is_alone_has_no_peers() -> None:
-    assert place_on_nodes(Job(), ["a", "a"]).nodes() == {"a": []}
+    assert place_on_nodes(ExaminedJob(), ["a", "a"])[0] == {"a": []}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_memory_that_survives_no_lost_node_is_a_warning(
     nodes: list[str], factor: str, remedy: str
 ) -> None:
     config = MoeFtConfig(memory=MemoryConfig(replication_factor=factor))
-    row = place_on_nodes(Job(config=config), nodes).row()
+    _, row = place_on_nodes(ExaminedJob(config=config), nodes)
     assert row.result is Result.WARN
     assert "the loss of no node" in row.found
     assert row.remedy == f"Use {remedy}: copies go to other nodes."
@@ -99,9 +99,35 @@ def test_row_says_which_failures_memory_survives(
     (tmp_path / "racks").write_text(racks)
     given = str(tmp_path / "racks") if racks else None
     memory = MemoryConfig(replication_factor="1", failure_domain=given)
-    placement = place_on_nodes(Job(config=MoeFtConfig(memory=memory)), ["a", "b", "c", "d"])
-    assert placement.nodes()["a"] == peers
-    row = placement.row()
+    sent_to, row = place_on_nodes(
+        ExaminedJob(config=MoeFtConfig(memory=memory)), ["a", "b", "c", "d"]
+    )
+    assert sent_to["a"] == peers
     assert row.result is result
     assert found in row.found
     assert bool(row.remedy) == (result is not Result.PASS)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "ranks", "result", "found"),
+    [
+        (
+            "abcd",
+            (4, 1),
+            Result.PASS,
+            "groups of 4 nodes keep parity; memory survives the loss of one",
+        ),
+        ("a", (4, 1), Result.WARN, "--moe-ft-replicas=parity:4: "),
+        ("aabcd", (4, 1), Result.FAIL, "parity needs as many ranks on each node"),
+    ],
+)
+def test_job_with_parity_is_told_what_parity_covers_and_nothing_of_replicas(
+    nodes: str, ranks: tuple[int, int], result: Result, found: str
+) -> None:
+    config = MoeFtConfig(memory=MemoryConfig(replicas="parity:4"))
+    job = ExaminedJob(config=config, ranks=ranks)
+    sent_to, row = place_on_nodes(job, list(nodes))
+    assert (row.result, job.kept_by_peers) == (result, "parity")
+    assert found in row.found
+    assert "copies go" not in row.remedy
+    assert sent_to["a"] == (["b", "c", "d"] if result is Result.PASS else [])

@@ -1,6 +1,5 @@
 """A node's checks: storage that cannot be used is one row among others, and nothing stays."""
 
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -8,34 +7,31 @@ import pytest
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig
 from moe_ft.config.storage import StorageConfig
-from moe_ft.doctor.job import Job
-from moe_ft.doctor.meeting import Meeting
+from moe_ft.doctor.examination import Answering, Examination, NodeChecks
+from moe_ft.doctor.job import ExaminedJob
+from moe_ft.doctor.meeting import Meeting, MeetingPlace
 from moe_ft.doctor.network import Peer
-from moe_ft.doctor.node_checks import NodeChecks, Roster, Times
-from moe_ft.doctor.place import Place
-from moe_ft.doctor.rows import Result, Row
+from moe_ft.doctor.rows import Finding, Result
 from tests.unit.moe_ft.peer import TOKEN
 
 
-def check(address: tuple[str, int], memory_dir: Path, persist_dir: str | None) -> list[Row]:
+def check(address: tuple[str, int], memory_dir: Path, persist_dir: str | None) -> list[Finding]:
     """Return the rows of a lone node."""
     config = MoeFtConfig(
         memory=MemoryConfig(memory_dir=str(memory_dir), job_id="a"),
         storage=StorageConfig(persist_dir=persist_dir),
     )
-    roster = Roster(nodes={"n0": Peer(node="n0", address=address)}, peers={"n0": []})
-    with ExitStack() as opened:
-        return NodeChecks(
-            job=Job(config=config),
-            node="n0",
-            num_local=1,
-            token=TOKEN,
-            roster=roster,
-            meeting=Meeting(Place(), 0.0),
-            times=Times(begin_s=time.monotonic(), total_s=100.0),
-            transfer_bytes=1 << 20,
-            opened=opened,
-        ).run()
+    answering = Answering(nodes={"n0": Peer(node="n0", address=address)}, peers={"n0": []})
+    examination = Examination(
+        job=ExaminedJob(config=config),
+        place=MeetingPlace(),
+        timeout_s=100.0,
+        transfer_bytes=1 << 20,
+        token=TOKEN,
+    )
+    examination.meeting = Meeting(MeetingPlace(), 0.0)
+    with ExitStack() as examination.opened:
+        return NodeChecks(examination, answering, "n0", 1).run()
 
 
 def test_every_part_of_a_node_is_checked(

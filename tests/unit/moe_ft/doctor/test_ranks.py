@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from moe_ft.config.config import MemoryConfig
-from moe_ft.doctor.place import Place
+from moe_ft.doctor.meeting import MeetingPlace
 from moe_ft.doctor.ranks import (
     TESTED,
     TESTED_PYTHON,
     VARIABLE,
-    RankFacts,
+    ProcessFacts,
     check_gpus,
     check_job,
     check_names,
@@ -33,7 +33,7 @@ SHARED = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 VERSIONS = {"moe_ft": "0.1.0", "python": "3.12.1", **TESTED}
 
 
-def facts_of(rank: int, **others: Any) -> RankFacts:
+def facts_of(rank: int, **others: Any) -> ProcessFacts:
     """Return the facts of a rank that is alone on its node."""
     usual = {
         "rank": rank,
@@ -47,25 +47,27 @@ def facts_of(rank: int, **others: Any) -> RankFacts:
         "variables": {},
         "num_gpus": 8,
     }
-    return RankFacts(**{**usual, **others})
+    return ProcessFacts(**{**usual, **others})
 
 
 def test_name_of_the_node_comes_with_its_source() -> None:
-    facts = find_facts(Place(rank=2, world_size=4), MemoryConfig(), {"MOE_FT_NODE_ID": "a"})
+    facts = find_facts(MeetingPlace(rank=2, world_size=4), MemoryConfig(), {"MOE_FT_NODE_ID": "a"})
     assert (facts.rank, facts.node, facts.node_source) == (2, "a", "MOE_FT_NODE_ID")
-    assert find_facts(Place(), MemoryConfig(node_id="b"), {}).node_source == "--moe-ft-node-id"
-    assert find_facts(Place(), MemoryConfig(), {}).node_source == "the host name"
+    assert (
+        find_facts(MeetingPlace(), MemoryConfig(node_id="b"), {}).node_source == "--moe-ft-node-id"
+    )
+    assert find_facts(MeetingPlace(), MemoryConfig(), {}).node_source == "the host name"
 
 
 def test_name_that_cannot_be_a_directory_is_a_problem() -> None:
-    facts = find_facts(Place(), MemoryConfig(), {"MOE_FT_NODE_ID": "a/b"})
+    facts = find_facts(MeetingPlace(), MemoryConfig(), {"MOE_FT_NODE_ID": "a/b"})
     assert facts.node == ""
     assert "a/b" in facts.node_problem
 
 
 def test_variables_of_one_node_alone_are_left_out() -> None:
     given = {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_HCA": "x", "HOME": "/"}
-    assert find_facts(Place(), MemoryConfig(), given).variables == {"NCCL_DEBUG": "INFO"}
+    assert find_facts(MeetingPlace(), MemoryConfig(), given).variables == {"NCCL_DEBUG": "INFO"}
 
 
 def test_versions_are_those_of_the_packages() -> None:

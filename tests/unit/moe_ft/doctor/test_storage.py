@@ -9,7 +9,7 @@ import pytest
 from moe_ft.doctor.rows import Result
 from moe_ft.doctor.storage import (
     ProbeDirectory,
-    Written,
+    ProbeFile,
     check_lock,
     check_read,
     check_semantics,
@@ -223,13 +223,13 @@ def test_file_that_is_none_of_doctor_is_not_read(tmp_path: Path) -> None:
 
 
 def test_slow_storage_is_warned_of_with_the_time_of_a_checkpoint() -> None:
-    slow = Written(path="a", num_bytes=10 * MIB, seconds=1.0, checksum="")
+    slow = ProbeFile(path="a", num_bytes=10 * MIB, seconds=1.0, checksum="")
     (row,) = check_write("n0", slow, 100 * MIB)
     assert (row.result, row.found) == (
         Result.WARN,
         "10 MB/s; the node's part of a checkpoint takes 10.0 s",
     )
-    fast = Written(path="a", num_bytes=100 * MIB, seconds=1.0, checksum="")
+    fast = ProbeFile(path="a", num_bytes=100 * MIB, seconds=1.0, checksum="")
     assert check_write("n0", fast, None)[0].result is Result.PASS
     assert check_write("n0", fast, 500 * MIB, 6.0)[0].result is Result.PASS
     (row,) = check_write("n0", fast, 500 * MIB, 4.0)
