@@ -4,14 +4,15 @@ Attention is with query groups and rotary embeddings (multi-latent: deepseek.py)
 SwiGLU without biases. The files of the families say what differs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, override
 
 import torch
 
 from moe_ft.convert.huggingface.mapping import (
     Config,
+    Family,
     Mapped,
     Settings,
     expect,
@@ -250,38 +251,6 @@ def router_settings(is_normalized: bool, num_chosen: int) -> dict[str, Any]:
     return {"--moe-router-pre-softmax": not is_normalized}
 
 
-def model_tensors(
-    settings: Settings,
-    layer_tensors: Callable[[int], Iterator[Mapped]],
-    further: Mapping[str, Iterable[Mapped]] = MappingProxyType({}),
-) -> Iterator[Mapped]:
-    """Yield the tensors of a model, layer by layer.
-
-    Args:
-        layer_tensors: of the layer with a number.
-        further: of layers that predict further tokens, by their names on the hub, where each has copies of
-            embedding and head.
-    """
-    shape = (vocabulary_size(settings), int(settings["--hidden-size"]))
-    is_tied = not settings["--untie-embeddings-and-output-weights"]
-    heads = tuple(f"{layer}.shared_head.head.weight" for layer in further)
-    yield same(
-        "embedding.word_embeddings.weight",
-        "model.embed_tokens.weight",
-        shape,
-        is_vocabulary=True,
-        copies=(*(f"{layer}.embed_tokens.weight" for layer in further), *heads * is_tied),
-        duplicates=(_HEAD,) * is_tied,
-    )
-    for layer in range(settings["--num-layers"]):
-        yield from layer_tensors(layer)
-    yield same("decoder.final_layernorm.weight", "model.norm.weight", shape[1:])
-    for tensors in further.values():
-        yield from tensors
-    if not is_tied:
-        yield same("output_layer.weight", _HEAD, shape, copies=heads, is_vocabulary=True)
-
-
 def attention(
     settings: Settings,
     ours: str,
@@ -317,14 +286,6 @@ def attention(
         name = f"{theirs}.{each}_norm.weight"
         yield same(f"{ours}.{each}_layernorm.weight", name, (norm_size,))
     yield same(f"{ours}.linear_proj.weight", f"{theirs}.o_proj.weight", (hidden, heads * size))
-
-
-def norm_before_mlp(settings: Settings, ours: str, theirs: str, *, has_experts: bool) -> Mapped:
-    """Return the norm before the MLP of a layer, which has two names in Megatron if it has experts."""
-    names = [f"{ours}.pre_mlp_layernorm.weight"] * has_experts
-    first, *others = [*names, f"{ours}.mlp.linear_fc1.layer_norm_weight"]
-    name = f"{theirs}.post_attention_layernorm.weight"
-    return same(first, name, (settings["--hidden-size"],), others=others)
 
 
 _GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
@@ -422,3 +383,89 @@ def experts(
     for expert in range(int(settings["--num-experts"])):
         prefixes = f"{ours}.experts.experts.{expert}", f"{theirs}.experts.{expert}"
         yield from mlp(settings, *prefixes, size, names)
+
+
+class Decoder(Family):
+    """A family of layers with attention, a norm, and a dense MLP or experts; families override parts.
+
+    Attributes:
+        hub: beginning of the names of its tensors on the hub, but that of the head.
+        moe: name there of what has the experts of a layer.
+        expert_names: of gate, up and down of an expert there.
+    """
+
+    hub = "model."
+    moe = "mlp"
+    expert_names = _GATE_UP_DOWN
+
+    @override
+    def tensors(self, settings: Settings) -> Iterator[Mapped]:
+        shape = (vocabulary_size(settings), int(settings["--hidden-size"]))
+        is_tied = not settings["--untie-embeddings-and-output-weights"]
+        has_experts = moe_layers(settings)
+        num_layers, num_further = settings["--num-layers"], settings.get("--mtp-num-layers") or 0
+        # There, layers of further tokens follow the last one, and have copies of embedding and head.
+        further = [f"{self.hub}layers.{num_layers + number}" for number in range(num_further)]
+        heads = tuple(f"{layer}.shared_head.head.weight" for layer in further)
+        yield same(
+            "embedding.word_embeddings.weight",
+            f"{self.hub}embed_tokens.weight",
+            shape,
+            is_vocabulary=True,
+            copies=(*(f"{layer}.embed_tokens.weight" for layer in further), *heads * is_tied),
+            duplicates=(_HEAD,) * is_tied,
+        )
+        for number in range(num_layers):
+            names = f"decoder.layers.{number}", f"{self.hub}layers.{number}"
+            yield from self.layer(settings, *names, number, has_experts=has_experts[number])
+        yield same("decoder.final_layernorm.weight", f"{self.hub}norm.weight", shape[1:])
+        for number, theirs in enumerate(further):
+            yield from self.further_layer(settings, f"mtp.layers.{number}", theirs)
+        if not is_tied:
+            yield same("output_layer.weight", _HEAD, shape, copies=heads, is_vocabulary=True)
+
+    def layer(
+        self, settings: Settings, ours: str, theirs: str, number: int | None, *, has_experts: bool
+    ) -> Iterator[Mapped]:
+        """Yield the tensors of a layer by its names; its number is None if it predicts a further token."""
+        yield from self.attention(settings, ours, theirs, number)
+        yield self.norm_before_mlp(settings, ours, theirs, has_experts=has_experts)
+        if has_experts:
+            yield from self.experts(settings, f"{ours}.mlp", f"{theirs}.{self.moe}")
+        else:
+            size = settings["--ffn-hidden-size"]
+            yield from mlp(settings, f"{ours}.mlp", f"{theirs}.mlp", size)
+
+    def further_layer(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        """Yield the tensors of a layer that predicts a further token."""
+        hidden = settings["--hidden-size"]
+        for norm in ("enorm", "hnorm"):
+            yield same(f"{ours}.{norm}.weight", f"{theirs}.{norm}.weight", (hidden,))
+        yield same(f"{ours}.eh_proj.weight", f"{theirs}.eh_proj.weight", (hidden, 2 * hidden))
+        inner = f"{ours}.transformer_layer"
+        yield from self.layer(settings, inner, theirs, None, has_experts=True)
+        norm = f"{theirs}.shared_head.norm.weight"
+        yield same(f"{ours}.final_layernorm.weight", norm, (hidden,))
+
+    def attention(
+        self, settings: Settings, ours: str, theirs: str, number: int | None
+    ) -> Iterator[Mapped]:
+        """Yield the norm before the attention of a layer, and its tensors."""
+        return attention(settings, ours, theirs, **self.attention_options(settings))
+
+    def attention_options(self, settings: Settings) -> Mapping[str, Any]:
+        """Return the options of `attention`."""
+        return {}
+
+    def norm_before_mlp(
+        self, settings: Settings, ours: str, theirs: str, *, has_experts: bool
+    ) -> Mapped:
+        """Return the norm before the MLP of a layer, which has two names in Megatron if it has experts."""
+        names = [f"{ours}.pre_mlp_layernorm.weight"] * has_experts
+        first, *others = [*names, f"{ours}.mlp.linear_fc1.layer_norm_weight"]
+        name = f"{theirs}.post_attention_layernorm.weight"
+        return same(first, name, (settings["--hidden-size"],), others=others)
+
+    def experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        """Yield the router and the experts of a layer."""
+        return experts(settings, ours, theirs, self.expert_names)

@@ -14,7 +14,6 @@ from typing import Any, override
 from moe_ft.convert.huggingface import decoder, shared_experts
 from moe_ft.convert.huggingface.mapping import (
     Config,
-    Family,
     Mapped,
     Settings,
     expect,
@@ -61,27 +60,26 @@ _V2_ROUTER = {
 }
 
 
-class _Deepseek(Family):
-    """Tensors of both; those of layers of further tokens have the numbers after the last layer on the hub."""
+class _Deepseek(shared_experts.SharedExperts):
+    """Tensors of both."""
 
     @override
-    def tensors(self, settings: Settings) -> Iterator[Mapped]:
-        return shared_experts.model_tensors(settings, self.model_type, self.layer)
-
-    def layer(
-        self, settings: Settings, megatron: str, hub: str, *, is_dense: bool
+    def attention(
+        self, settings: Settings, ours: str, theirs: str, number: int | None
     ) -> Iterator[Mapped]:
-        """Yield the tensors of a layer; `megatron` and `hub` are its names there."""
-        hidden = (settings["--hidden-size"],)
-        norm = f"{megatron}.input_layernorm.weight"
-        yield same(norm, f"{hub}.input_layernorm.weight", hidden)
-        attention = f"{megatron}.self_attention", f"{hub}.self_attn"
-        yield from latent_attention(settings, *attention)
+        norm, hidden = "input_layernorm.weight", settings["--hidden-size"]
+        yield same(f"{ours}.{norm}", f"{theirs}.{norm}", (hidden,))
+        yield from latent_attention(settings, f"{ours}.self_attention", f"{theirs}.self_attn")
+
+    @override
+    def norm_before_mlp(
+        self, settings: Settings, ours: str, theirs: str, *, has_experts: bool
+    ) -> Mapped:
         # Transformer Engine has the norm before a dense MLP in its first projection.
-        fused = (f"{megatron}.mlp.linear_fc1.layer_norm_weight",) if is_dense else ()
-        norm = f"{megatron}.pre_mlp_layernorm.weight"
-        yield same(norm, f"{hub}.post_attention_layernorm.weight", hidden, others=fused)
-        yield from shared_experts.mlp(settings, f"{megatron}.mlp", f"{hub}.mlp", is_dense=is_dense)
+        fused = () if has_experts else (f"{ours}.mlp.linear_fc1.layer_norm_weight",)
+        name = f"{theirs}.post_attention_layernorm.weight"
+        shape = (settings["--hidden-size"],)
+        return same(f"{ours}.pre_mlp_layernorm.weight", name, shape, others=fused)
 
 
 class DeepseekV2(_Deepseek):
@@ -122,19 +120,19 @@ class DeepseekV3(_Deepseek):
 
     architecture = "DeepseekV3ForCausalLM"
     model_type = "deepseek_v3"
-    attention: Mapping[str, Any] = MappingProxyType({})  # options of `attention_config`
+    latent: Mapping[str, Any] = MappingProxyType({})  # options of `attention_config`
 
     @override
     def config(self, settings: Settings) -> dict[str, Any]:
         return {
-            **common_config(settings, self.model_type, **self.attention),
+            **common_config(settings, self.model_type, **self.latent),
             **shared_experts.sigmoid_config(settings, self.model_type),
         }
 
     @override
     def settings(self, config: Config) -> dict[str, Any]:
         return {
-            **common_settings(config, self.model_type, **self.attention),
+            **common_settings(config, self.model_type, **self.latent),
             **shared_experts.sigmoid_settings(config, self.model_type),
         }
 

@@ -17,11 +17,9 @@ from moe_ft.convert.huggingface import decoder
 from moe_ft.convert.huggingface.glm import rotary_factor
 from moe_ft.convert.huggingface.mapping import (
     Config,
-    Family,
     Mapped,
     Settings,
     expect_config,
-    renamed,
     same,
 )
 from moe_ft.errors import ConfigError
@@ -37,11 +35,12 @@ _SHARED_SIZE = "--moe-shared-expert-intermediate-size"
 _DELTA, _FULL = "linear_attention", "full_attention"
 
 
-class Qwen35Moe(Family):
+class Qwen35Moe(decoder.Decoder):
     """Experts in all layers, with a shared one that has a gate."""
 
     architecture = "Qwen3_5MoeForConditionalGeneration"
     model_type = "qwen3_5_moe"
+    hub = "model.language_model."
     text_key = "text_config"
     left_out = ("model.visual.", "mtp.")
     is_written = False
@@ -81,38 +80,32 @@ class Qwen35Moe(Family):
         }
 
     @override
-    def tensors(self, settings: Settings) -> Iterator[Mapped]:
-        is_delta = settings["--linear-attention-freq"]
+    def attention(
+        self, settings: Settings, ours: str, theirs: str, number: int | None
+    ) -> Iterator[Mapped]:
+        if number is not None and settings["--linear-attention-freq"][number]:
+            return _delta_net(settings, ours, theirs)
+        norms = (decoder.head_size(settings),) * 2
+        return decoder.attention(settings, ours, theirs, has_gate=True, norms=norms)
 
-        def layer_tensors(layer: int) -> Iterator[Mapped]:
-            ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-            if is_delta[layer]:
-                yield from _delta_net(settings, ours, theirs)
-            else:
-                norms = (decoder.head_size(settings),) * 2
-                yield from decoder.attention(settings, ours, theirs, has_gate=True, norms=norms)
-            yield decoder.norm_before_mlp(settings, ours, theirs, has_experts=True)
-            yield from _experts(settings, f"{ours}.mlp", f"{theirs}.mlp")
-
-        for mapped in decoder.model_tensors(settings, layer_tensors):
-            yield renamed(mapped, {"model.": "model.language_model."})
-
-
-def _experts(settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
-    yield from decoder.router(settings, ours, theirs)
-    stacked = decoder.stacked_experts(settings, ours, f"{theirs}.experts", is_transposed=False)
-    alone = (
-        each
-        for number in range(settings["--num-experts"])
-        for prefixes in ((f"{ours}.experts.experts.{number}", f"{theirs}.experts.{number}"),)
-        for each in decoder.mlp(settings, *prefixes, decoder.expert_size(settings))
-    )
-    # Published models have stacks, and transformers writes each expert alone.
-    yield from (replace(each, instead=other) for each, other in zip(stacked, alone, strict=True))
-    shared, size = f"{theirs}.shared_expert", settings[_SHARED_SIZE]
-    yield from decoder.mlp(settings, f"{ours}.shared_experts", shared, size)
-    shape = (1, settings["--hidden-size"])
-    yield same(f"{ours}.shared_experts.gate_weight", f"{shared}_gate.weight", shape)
+    @override
+    def experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        yield from decoder.router(settings, ours, theirs)
+        stacked = decoder.stacked_experts(settings, ours, f"{theirs}.experts", is_transposed=False)
+        alone = (
+            each
+            for number in range(settings["--num-experts"])
+            for prefixes in ((f"{ours}.experts.experts.{number}", f"{theirs}.experts.{number}"),)
+            for each in decoder.mlp(settings, *prefixes, decoder.expert_size(settings))
+        )
+        # Published models have stacks, and transformers writes each expert alone.
+        yield from (
+            replace(each, instead=other) for each, other in zip(stacked, alone, strict=True)
+        )
+        shared, size = f"{theirs}.shared_expert", settings[_SHARED_SIZE]
+        yield from decoder.mlp(settings, f"{ours}.shared_experts", shared, size)
+        shape = (1, settings["--hidden-size"])
+        yield same(f"{ours}.shared_experts.gate_weight", f"{shared}_gate.weight", shape)
 
 
 def _delta_net(settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:

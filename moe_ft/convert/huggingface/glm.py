@@ -4,11 +4,11 @@ Its router, shared experts and layers of further tokens are DeepSeek-V3's. GLM-5
 sparse_attention.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from typing import Any, override
 
 from moe_ft.convert.huggingface import decoder, shared_experts
-from moe_ft.convert.huggingface.mapping import Config, Family, Mapped, Settings, with_values
+from moe_ft.convert.huggingface.mapping import Config, Settings, with_values
 from moe_ft.errors import ConfigError
 
 _ROTARY = "partial_rotary_factor"
@@ -24,7 +24,7 @@ _FEATURES = {
 }
 
 
-class Glm4Moe(Family):
+class Glm4Moe(shared_experts.SharedExperts):
     """Biases of queries, keys and values, norms of each query and key, or neither."""
 
     architecture = "Glm4MoeForCausalLM"
@@ -56,16 +56,12 @@ class Glm4Moe(Family):
         }
 
     @override
-    def tensors(self, settings: Settings) -> Iterator[Mapped]:
-        return shared_experts.model_tensors(settings, self.model_type, _layer)
-
-
-def _layer(settings: Settings, megatron: str, hub: str, *, is_dense: bool) -> Iterator[Mapped]:
-    norms = (decoder.head_size(settings),) * 2 if settings.get("--qk-layernorm") else None
-    has_bias = bool(settings.get("--add-qkv-bias"))
-    yield from decoder.attention(settings, megatron, hub, has_bias=has_bias, norms=norms)
-    yield decoder.norm_before_mlp(settings, megatron, hub, has_experts=not is_dense)
-    yield from shared_experts.mlp(settings, f"{megatron}.mlp", f"{hub}.mlp", is_dense=is_dense)
+    def attention_options(self, settings: Settings) -> Mapping[str, Any]:
+        has_norms = settings.get("--qk-layernorm")
+        return {
+            "has_bias": bool(settings.get("--add-qkv-bias")),
+            "norms": (decoder.head_size(settings),) * 2 if has_norms else None,
+        }
 
 
 def rotary_factor(config: Config, default: float) -> tuple[float, Config]:

@@ -18,7 +18,6 @@ from moe_ft.convert.huggingface import decoder
 from moe_ft.convert.huggingface.config_values import STACKED, ValueRule
 from moe_ft.convert.huggingface.mapping import (
     Config,
-    Family,
     Mapped,
     Settings,
     expect_config,
@@ -59,7 +58,7 @@ _FEATURES: Mapping[str, Any] = {
 }
 
 
-class GptOss(Family):
+class GptOss(decoder.Decoder):
     """Experts in all layers, chosen by scores with a bias; their weights are the softmax over the chosen."""
 
     architecture = "GptOssForCausalLM"
@@ -133,43 +132,37 @@ class GptOss(Family):
         }
 
     @override
-    def tensors(self, settings: Settings) -> Iterator[Mapped]:
+    def attention(
+        self, settings: Settings, ours: str, theirs: str, number: int | None
+    ) -> Iterator[Mapped]:
+        yield from decoder.attention(settings, ours, theirs, has_bias=True)
+        ours, theirs = f"{ours}.self_attention", f"{theirs}.self_attn"
         heads, hidden = settings["--num-attention-heads"], settings["--hidden-size"]
+        yield same(f"{ours}.linear_proj.bias", f"{theirs}.o_proj.bias", (hidden,))
+        yield same(f"{ours}.core_attention.softmax_offset", f"{theirs}.sinks", (heads,))
 
-        def layer_tensors(layer: int) -> Iterator[Mapped]:
-            ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-            attention = f"{ours}.self_attention", f"{theirs}.self_attn"
-            yield from decoder.attention(settings, ours, theirs, has_bias=True)
-            yield same(f"{attention[0]}.linear_proj.bias", f"{attention[1]}.o_proj.bias", (hidden,))
-            sinks = f"{attention[1]}.sinks"
-            yield same(f"{attention[0]}.core_attention.softmax_offset", sinks, (heads,))
-            yield decoder.norm_before_mlp(settings, ours, theirs, has_experts=True)
-            yield from _experts(settings, f"{ours}.mlp", f"{theirs}.mlp")
-
-        return decoder.model_tensors(settings, layer_tensors)
-
-
-def _experts(settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
-    num, size = int(settings["--num-experts"]), decoder.expert_size(settings)
-    yield from decoder.router(settings, ours, theirs, "router")
-    yield same(f"{ours}.router.bias", f"{theirs}.router.bias", (num,))
-    theirs = f"{theirs}.experts"
-    yield from decoder.stacked_experts(
-        settings, ours, theirs, is_transposed=True, is_interleaved=True
-    )
-    for expert in range(num):
-        name = f"{ours}.experts.experts.{expert}"
-        yield Mapped(
-            tensor=f"{name}.linear_fc1.bias",
-            shape=(2 * size,),
-            names=(f"{theirs}.gate_up_proj_bias",),
-            split=_taking_turns,
-            join=_gate_before_up,
-            stack=(expert, num),
+    @override
+    def experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        num, size = int(settings["--num-experts"]), decoder.expert_size(settings)
+        yield from decoder.router(settings, ours, theirs, "router")
+        yield same(f"{ours}.router.bias", f"{theirs}.router.bias", (num,))
+        theirs = f"{theirs}.experts"
+        yield from decoder.stacked_experts(
+            settings, ours, theirs, is_transposed=True, is_interleaved=True
         )
-        bias = f"{theirs}.down_proj_bias"
-        shape = (settings["--hidden-size"],)
-        yield same(f"{name}.linear_fc2.bias", bias, shape, stack=(expert, num))
+        for expert in range(num):
+            name = f"{ours}.experts.experts.{expert}"
+            yield Mapped(
+                tensor=f"{name}.linear_fc1.bias",
+                shape=(2 * size,),
+                names=(f"{theirs}.gate_up_proj_bias",),
+                split=_taking_turns,
+                join=_gate_before_up,
+                stack=(expert, num),
+            )
+            bias = f"{theirs}.down_proj_bias"
+            shape = (settings["--hidden-size"],)
+            yield same(f"{name}.linear_fc2.bias", bias, shape, stack=(expert, num))
 
 
 def _taking_turns(whole: torch.Tensor) -> Sequence[torch.Tensor]:

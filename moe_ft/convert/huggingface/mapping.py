@@ -9,7 +9,7 @@ those of Megatron as a run keeps them (`Identity.fingerprint`): the flag's ``des
 import json
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -122,27 +122,6 @@ def with_values(config: Config, values: dict[str, Any]) -> Config:
     """Return a configuration with other values, which reads no other key of it than it is asked for."""
     others: Any = config
     return ChainMap(values, others)
-
-
-def renamed(mapped: Mapped, beginnings: Mapping[str, str]) -> Mapped:
-    """Return a tensor whose names on the hub begin in another way: the first beginning that fits decides."""
-
-    def rename(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(
-            next(
-                (new + name[len(old) :] for old, new in beginnings.items() if name.startswith(old)),
-                name,
-            )
-            for name in names
-        )
-
-    return replace(
-        mapped,
-        names=rename(mapped.names),
-        copies=rename(mapped.copies),
-        duplicates=rename(mapped.duplicates),
-        instead=mapped.instead and renamed(mapped.instead, beginnings),
-    )
 
 
 def same(

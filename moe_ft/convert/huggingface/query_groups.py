@@ -8,12 +8,10 @@ from moe_ft.convert.huggingface import decoder
 from moe_ft.convert.huggingface.config_values import COUNTED, LONGEST, STACKED, ValueRule
 from moe_ft.convert.huggingface.mapping import (
     Config,
-    Family,
     Mapped,
     Settings,
     expect,
     expect_config,
-    renamed,
     same,
     with_values,
 )
@@ -25,31 +23,8 @@ _SHARED_SIZE = "--moe-shared-expert-intermediate-size"
 _SHARED_GATE = "--moe-shared-expert-gate"
 
 
-class _QueryGroups(Family):
-    """Layers of one of the families; most have their experts in `mlp` on the hub too."""
-
-    @override
-    def tensors(self, settings: Settings) -> Iterator[Mapped]:
-        has_experts = decoder.moe_layers(settings)
-
-        def layer_tensors(layer: int) -> Iterator[Mapped]:
-            ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
-            yield from decoder.attention(settings, ours, theirs, **self._attention(settings))
-            yield decoder.norm_before_mlp(settings, ours, theirs, has_experts=has_experts[layer])
-            if has_experts[layer]:
-                yield from self._experts(settings, f"{ours}.mlp", theirs)
-            else:
-                size = settings["--ffn-hidden-size"]
-                yield from decoder.mlp(settings, f"{ours}.mlp", f"{theirs}.mlp", size)
-
-        return decoder.model_tensors(settings, layer_tensors)
-
-    def _attention(self, settings: Settings) -> Mapping[str, Any]:
-        """Return the options of `decoder.attention`."""
-        return {}
-
-    def _experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
-        return decoder.experts(settings, ours, f"{theirs}.mlp")
+class _QueryGroups(decoder.Decoder):
+    """Settings of the families."""
 
     def _settings(
         self,
@@ -82,6 +57,8 @@ class Mixtral(_QueryGroups):
 
     architecture = "MixtralForCausalLM"
     model_type = "mixtral"
+    moe = "block_sparse_moe"
+    expert_names = ("w1", "w3", "w2")
 
     @override
     def check(self, settings: Settings) -> None:
@@ -99,11 +76,6 @@ class Mixtral(_QueryGroups):
     @override
     def settings(self, config: Config) -> dict[str, Any]:
         return self._settings(config, is_normalized=True)
-
-    @override
-    def _experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
-        names = ("w1", "w3", "w2")
-        return decoder.experts(settings, ours, f"{theirs}.block_sparse_moe", names)
 
 
 class Qwen3Moe(_QueryGroups):
@@ -166,16 +138,16 @@ class Qwen3Moe(_QueryGroups):
         }
 
     @override
-    def _attention(self, settings: Settings) -> Mapping[str, Any]:
+    def attention_options(self, settings: Settings) -> Mapping[str, Any]:
         if self.has_shared_expert:
             return {"has_bias": bool(settings.get("--add-qkv-bias"))}
         return {"norms": (decoder.head_size(settings),) * 2}
 
     @override
-    def _experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
-        yield from super()._experts(settings, ours, theirs)
+    def experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        yield from super().experts(settings, ours, theirs)
         if self.has_shared_expert:
-            ours, theirs = f"{ours}.shared_experts", f"{theirs}.mlp.shared_expert"
+            ours, theirs = f"{ours}.shared_experts", f"{theirs}.shared_expert"
             yield from decoder.mlp(settings, ours, theirs, settings[_SHARED_SIZE])
             shape = (1, settings["--hidden-size"])
             yield same(f"{ours}.gate_weight", f"{theirs}_gate.weight", shape)
@@ -186,6 +158,7 @@ class Qwen3VlMoe(Qwen3Moe):
 
     architecture = "Qwen3VLMoeForConditionalGeneration"
     model_type = "qwen3_vl_moe"
+    hub = "model.language_model."
     text_key = "text_config"
     left_out = ("model.visual.",)
     is_written = False
@@ -198,15 +171,9 @@ class Qwen3VlMoe(Qwen3Moe):
         return super().settings(with_values(config, weights))
 
     @override
-    def tensors(self, settings: Settings) -> Iterator[Mapped]:
-        for mapped in super().tensors(settings):
-            yield renamed(mapped, {"model.": "model.language_model."})
-
-    @override
-    def _experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
-        yield from decoder.router(settings, ours, f"{theirs}.mlp")
-        theirs = f"{theirs}.mlp.experts"
-        yield from decoder.stacked_experts(settings, ours, theirs, is_transposed=None)
+    def experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        yield from decoder.router(settings, ours, theirs)
+        yield from decoder.stacked_experts(settings, ours, f"{theirs}.experts", is_transposed=None)
 
 
 class Qwen2Moe(Qwen3Moe):
@@ -252,7 +219,7 @@ class Olmoe(_QueryGroups):
         }
 
     @override
-    def _attention(self, settings: Settings) -> Mapping[str, Any]:
+    def attention_options(self, settings: Settings) -> Mapping[str, Any]:
         return {"norms": _norms_of_projections(settings)}
 
 
@@ -261,6 +228,8 @@ class MiniMaxM2(_QueryGroups):
 
     architecture = "MiniMaxM2ForCausalLM"
     model_type = "minimax_m2"
+    moe = "block_sparse_moe"
+    expert_names = ("w1", "w3", "w2")
     rules = MappingProxyType(
         {
             "rotary_dim": ValueRule(least=2, limit=LONGEST, is_optional=True),
@@ -320,13 +289,13 @@ class MiniMaxM2(_QueryGroups):
         }
 
     @override
-    def _attention(self, settings: Settings) -> Mapping[str, Any]:
+    def attention_options(self, settings: Settings) -> Mapping[str, Any]:
         return {"norms": _norms_of_projections(settings)}
 
     @override
-    def _experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
-        names, theirs = ("w1", "w3", "w2"), f"{theirs}.block_sparse_moe"
-        return decoder.experts(settings, ours, theirs, names, bias="e_score_correction_bias")
+    def experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        bias = "e_score_correction_bias"
+        return decoder.experts(settings, ours, theirs, self.expert_names, bias=bias)
 
 
 def _norms_of_projections(settings: Settings) -> tuple[int, int]:

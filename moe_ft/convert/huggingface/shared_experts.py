@@ -4,8 +4,8 @@ DeepSeek's models have them, with a router that has groups of experts; those of 
 kind, with other attention.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, override
 
 from moe_ft.convert.huggingface import decoder
 from moe_ft.convert.huggingface.mapping import (
@@ -14,7 +14,6 @@ from moe_ft.convert.huggingface.mapping import (
     Settings,
     expect,
     expect_config,
-    same,
 )
 from moe_ft.errors import ConfigError
 
@@ -143,51 +142,15 @@ def _differ(top_k: int, chosen: int, num_groups: int, best: int) -> bool:
     return chosen != num_groups and top_k // chosen != best
 
 
-def model_tensors(
-    settings: Settings, family: str, layer_tensors: Callable[..., Iterator[Mapped]]
-) -> Iterator[Mapped]:
-    """Yield all tensors; layers of further tokens have the numbers after the last layer on the hub.
+class SharedExperts(decoder.Decoder):
+    """Layers whose experts have shared ones beside them."""
 
-    Args:
-        layer_tensors: yields those of a layer, and gets the settings, its name in Megatron, its name on the
-            hub, and whether its MLP `is_dense`.
-    """
-    num_layers, num_further = settings["--num-layers"], settings.get("--mtp-num-layers") or 0
-    num_dense = num_dense_layers(settings, family)
-
-    def tensors(layer: int) -> Iterator[Mapped]:
-        names = f"decoder.layers.{layer}", f"model.layers.{layer}"
-        return layer_tensors(settings, *names, is_dense=layer < num_dense)
-
-    further = {
-        hub: _further_layer(settings, f"mtp.layers.{number}", hub, layer_tensors)
-        for number in range(num_further)
-        for hub in (f"model.layers.{num_layers + number}",)
-    }
-    return decoder.model_tensors(settings, tensors, further)
-
-
-def mlp(settings: Settings, ours: str, theirs: str, *, is_dense: bool) -> Iterator[Mapped]:
-    """Yield the tensors of a dense MLP, or of experts with shared ones."""
-    if is_dense:
-        yield from decoder.mlp(settings, ours, theirs, settings["--ffn-hidden-size"])
-        return
-    yield from decoder.experts(settings, ours, theirs)
-    size = settings["--moe-shared-expert-intermediate-size"]
-    yield from decoder.mlp(settings, f"{ours}.shared_experts", f"{theirs}.shared_experts", size)
-
-
-def _further_layer(
-    settings: Settings, megatron: str, hub: str, layer_tensors: Callable[..., Iterator[Mapped]]
-) -> Iterator[Mapped]:
-    """Yield the tensors of a layer that predicts a further token."""
-    hidden = settings["--hidden-size"]
-    for norm in ("enorm", "hnorm"):
-        yield same(f"{megatron}.{norm}.weight", f"{hub}.{norm}.weight", (hidden,))
-    yield same(f"{megatron}.eh_proj.weight", f"{hub}.eh_proj.weight", (hidden, 2 * hidden))
-    yield from layer_tensors(settings, f"{megatron}.transformer_layer", hub, is_dense=False)
-    norm = f"{hub}.shared_head.norm.weight"
-    yield same(f"{megatron}.final_layernorm.weight", norm, (hidden,))
+    @override
+    def experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
+        yield from super().experts(settings, ours, theirs)
+        size = settings["--moe-shared-expert-intermediate-size"]
+        shared = f"{ours}.shared_experts", f"{theirs}.shared_experts"
+        yield from decoder.mlp(settings, *shared, size)
 
 
 def num_dense_layers(settings: Settings, family: str) -> int:

@@ -35,7 +35,7 @@ class DeepseekV32(DeepseekV3):
 
     architecture = "DeepseekV32ForCausalLM"
     model_type = "deepseek_v32"
-    attention = MappingProxyType({"variant": "dsa"})
+    latent = MappingProxyType({"variant": "dsa"})
     rotates_pairs = False
     can_share = False
 
@@ -83,14 +83,13 @@ class DeepseekV32(DeepseekV3):
 
     @override
     def layer(
-        self, settings: Settings, megatron: str, hub: str, *, is_dense: bool
+        self, settings: Settings, ours: str, theirs: str, number: int | None, *, has_experts: bool
     ) -> Iterator[Mapped]:
-        yield from super().layer(settings, megatron, hub, is_dense=is_dense)
-        stack, _, number, *_ = megatron.split(".")
-        if stack == "decoder" and not _layers_with_indexer(settings)[int(number)]:
+        yield from super().layer(settings, ours, theirs, number, has_experts=has_experts)
+        if number is not None and not _layers_with_indexer(settings)[number]:
             return
-        ours = f"{megatron}.self_attention.core_attention.indexer"
-        theirs = f"{hub}.self_attn.indexer"
+        ours = f"{ours}.self_attention.core_attention.indexer"
+        theirs = f"{theirs}.self_attn.indexer"
         heads, size = settings["--dsa-indexer-n-heads"], settings["--dsa-indexer-head-dim"]
         hidden = settings["--hidden-size"]
         shape = (heads * size, settings["--q-lora-rank"])
@@ -111,7 +110,7 @@ class GlmMoeDsa(DeepseekV32):
 
     architecture = "GlmMoeDsaForCausalLM"
     model_type = "glm_moe_dsa"
-    attention = MappingProxyType({"variant": "dsa", "epsilon": None})
+    latent = MappingProxyType({"variant": "dsa", "epsilon": None})
     rotates_pairs = True
     can_share = True
 
