@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -15,11 +15,10 @@ from moe_ft.convert.huggingface.mapping import flags_of
 from moe_ft.convert.huggingface.release import is_release, open_release
 from moe_ft.convert.huggingface.writing import HuggingFace
 from moe_ft.convert.megatron_checkpoint import is_megatron_checkpoint, open_megatron_checkpoint
-from moe_ft.convert.model import Item, Shards, SourceModel, into_shards, list_items
+from moe_ft.convert.model import Format, Item, Shards, SourceModel, into_shards, list_items
 from moe_ft.convert.run_model import model_of_run
 from moe_ft.convert.safetensors_set import SafetensorsSet
 from moe_ft.convert.source import open_source
-from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.torch_dist import TorchDist
 from moe_ft.convert.verifying import WrittenFile, write_and_verify
 from moe_ft.errors import ConfigError, MoeFtError
@@ -59,49 +58,30 @@ _NOT_WRITTEN = {
 }
 
 
-class Format(Protocol):
-    """Writes a destination."""
-
-    def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
-        """Return the tensors to write; raise ConfigError if the format cannot hold them."""
-
-    def names_of(self, item: Item) -> Sequence[str]:
-        """Return the names of an item in the destination: several tensors, or a part of one."""
-
-    def file_of(self, item: Item) -> str:
-        """Return what items have in common that must be in one file, as `into_shards` needs it."""
-
-    def write_shard(
-        self, folder: Path, number: int, count: int, items: Sequence[Item]
-    ) -> WrittenFile:
-        """Write the file of one shard."""
-
-    def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
-        """Write what makes the shards, with what verifying each has found, one checkpoint."""
-
-
-def convert(request: Conversion, *, is_dry_run: bool = False) -> str:
+def convert(conversion: Conversion, *, is_dry_run: bool = False) -> str:
     """Convert a checkpoint, or only list what would be written; return lines for people.
 
     Raises:
         MoeFtError: if that is not possible. Nothing that is half written is left.
     """
-    if request.shard_bytes <= 0:
-        raise ConfigError(f"--shard-size={request.shard_bytes} must be a positive number of bytes")
-    model = open_model(request.source, request.iteration)
-    with_optimizer = _with_optimizer(request, model)
-    written = _format(request, model, with_optimizer=with_optimizer)
+    if conversion.shard_bytes <= 0:
+        raise ConfigError(
+            f"--shard-size={conversion.shard_bytes} must be a positive number of bytes"
+        )
+    model = open_model(conversion.source, conversion.iteration)
+    with_optimizer = _with_optimizer(conversion, model)
+    written = _format(conversion, model, with_optimizer=with_optimizer)
     tensors = written.select(model.tensors())
-    items = list_items(tensors, with_optimizer=with_optimizer, dtype=request.dtype)
-    shards = into_shards(items, request.shard_bytes, written.file_of)
+    items = list_items(tensors, with_optimizer=with_optimizer, dtype=conversion.dtype)
+    shards = into_shards(items, conversion.shard_bytes, written.file_of)
     what = "all" if with_optimizer else "weights"
-    destination = _destination(request, model, items, what)
+    destination = _destination(conversion, model, items, what)
     num_bytes = sum(item.num_bytes for item in items)
     destination.check(num_bytes)
     if is_dry_run:
         return _list(written, shards)
     try:
-        _write(written, destination, shards, items, f"{request.to} {model.iteration}")
+        _write(written, destination, shards, items, f"{conversion.to} {model.iteration}")
     except MoeFtError:
         raise
     except (OSError, SafetensorError) as error:
@@ -110,14 +90,14 @@ def convert(request: Conversion, *, is_dry_run: bool = False) -> str:
         ) from error
     num_tensors = len({name for item in items for name in written.names_of(item)})
     lines = [
-        f"{destination.place}: iteration {model.iteration} as {request.to}, {num_tensors} tensors, "
+        f"{destination.place}: iteration {model.iteration} as {conversion.to}, {num_tensors} tensors, "
         f"{num_bytes} bytes in {len(shards)} shards, verified"
     ]
     own_ep = int(model.settings.get("--expert-model-parallel-size") or 1)
-    if request.to == "torch_dist" and with_optimizer and (request.for_ep or own_ep) > 1:
+    if conversion.to == "torch_dist" and with_optimizer and (conversion.for_ep or own_ep) > 1:
         lines.append(SHARED_RANDOM_STATE)
     is_layer_wise = model.settings.get("--optimizer") in _NOT_WRITTEN["torch_dist"]
-    if request.to == "torch_dist" and is_layer_wise:
+    if conversion.to == "torch_dist" and is_layer_wise:
         lines.append(NOT_GATHERED)
     lines += model.notes
     if model.kind == "hf":
@@ -146,44 +126,44 @@ def open_model(directory: str, iteration: int | None = None) -> SourceModel:
     return model_of_run(open_source(directory.removeprefix("file://"), iteration))
 
 
-def _with_optimizer(request: Conversion, model: SourceModel) -> bool:
+def _with_optimizer(conversion: Conversion, model: SourceModel) -> bool:
     """Return whether masters and moments are converted too."""
-    is_possible = model.kind == "moe_ft" and request.to != "hf"
+    is_possible = model.kind == "moe_ft" and conversion.to != "hf"
     optimizer = model.settings.get("--optimizer")
-    is_left_out = is_possible and optimizer in _NOT_WRITTEN.get(request.to, ())
-    if is_left_out and request.what != "weights":
+    is_left_out = is_possible and optimizer in _NOT_WRITTEN.get(conversion.to, ())
+    if is_left_out and conversion.what != "weights":
         raise ConfigError(
-            f"--what={request.what or 'all'}: the state of --optimizer {optimizer} cannot be written as "
-            f"{request.to}. Give --what weights."
+            f"--what={conversion.what or 'all'}: the state of --optimizer {optimizer} cannot be written as "
+            f"{conversion.to}. Give --what weights."
         )
-    if request.what == "all" and not is_possible:
+    if conversion.what == "all" and not is_possible:
         place = model.place if model.kind != "moe_ft" else "a model of Hugging Face"
         raise ConfigError(
             f"--what=all: only weights are read from or written to {place}. Give --what weights."
         )
-    return is_possible and request.what != "weights"
+    return is_possible and conversion.what != "weights"
 
 
-def _format(request: Conversion, model: SourceModel, *, with_optimizer: bool) -> Format:
-    if request.family is not None and request.to != "hf":
-        raise ConfigError(f"--family={request.family} is only for --to hf. Leave it out.")
-    if request.to == "torch_dist":
-        return TorchDist(model, with_optimizer=with_optimizer, for_ep=request.for_ep)
-    if request.to == "hf":
-        return HuggingFace(model, request.family)
+def _format(conversion: Conversion, model: SourceModel, *, with_optimizer: bool) -> Format:
+    if conversion.family is not None and conversion.to != "hf":
+        raise ConfigError(f"--family={conversion.family} is only for --to hf. Leave it out.")
+    if conversion.to == "torch_dist":
+        return TorchDist(model, with_optimizer=with_optimizer, for_ep=conversion.for_ep)
+    if conversion.to == "hf":
+        return HuggingFace(model, conversion.family)
     return SafetensorsSet(model)
 
 
 def _destination(
-    request: Conversion, model: SourceModel, items: Sequence[Item], what: str
+    conversion: Conversion, model: SourceModel, items: Sequence[Item], what: str
 ) -> Destination:
-    options = (request.to, what, request.dtype, request.for_ep, request.shard_bytes)
+    options = (conversion.to, what, conversion.dtype, conversion.for_ep, conversion.shard_bytes)
     listed = [(item.tensor.name, item.kind, item.dtype) for item in items]
-    plan = checksum(repr((options, request.family, model.signature, listed)).encode())
-    description = f"iteration {model.iteration} of {model.place} to {request.to}, --what {what}"
-    url = request.destination.removeprefix("file://")
+    plan = checksum(repr((options, conversion.family, model.signature, listed)).encode())
+    description = f"iteration {model.iteration} of {model.place} to {conversion.to}, --what {what}"
+    url = conversion.destination.removeprefix("file://")
     if "://" in url:
-        return RemoteDestination(url, plan, description, request.shard_bytes)
+        return RemoteDestination(url, plan, description, conversion.shard_bytes)
     return LocalDestination(url, plan, description)
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from moe_ft.config.flag_table import PATHS
 from moe_ft.config.stock_defects import SHIFTED_MASTERS, SHIFTED_REMEDY
 from moe_ft.convert.tensors import KINDS, GlobalTensor
+from moe_ft.convert.verifying import WrittenFile
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.format.packings import DTYPE_BYTES
 from moe_ft.state.global_places import CONTENT_METADATA
@@ -224,3 +226,32 @@ def read_ahead(items: Iterable[Item], model: SourceModel) -> Iterator[tuple[Item
                 yield first()
         while pending:
             yield first()
+
+
+class Format:
+    """Writer of a destination in one format; by default of all tensors, and any of them in any file."""
+
+    def __init__(self, model: SourceModel) -> None:
+        self._model = model
+
+    def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
+        """Return the tensors to write; raise ConfigError if the format cannot hold them."""
+        return tensors
+
+    def names_of(self, item: Item) -> Sequence[str]:
+        """Return the names of an item in the destination: several tensors, or a part of one."""
+        raise NotImplementedError
+
+    def file_of(self, item: Item) -> str:
+        """Return what items have in common that must be in one file, as `into_shards` needs it."""
+        return ""
+
+    def write_shard(
+        self, folder: Path, number: int, count: int, items: Sequence[Item]
+    ) -> WrittenFile:
+        """Write the file of one shard."""
+        raise NotImplementedError
+
+    def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
+        """Write what makes the shards, with what verifying each has found, one checkpoint."""
+        raise NotImplementedError

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from moe_ft.convert.foreign_files import AnyPath, read_range, size_of
-from moe_ft.convert.model import Item, SourceModel, read_ahead
+from moe_ft.convert.model import Format, Item, SourceModel, read_ahead
 from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.verifying import FilePart, WrittenFile
 from moe_ft.engine.memory.layout import encode_header
@@ -194,36 +194,30 @@ def read_tensor(name: str, place: StoredTensor) -> torch.Tensor:
         return torch.frombuffer(content, dtype=DTYPES[place.dtype]).view(place.shape)
 
 
-class SafetensorsSet:
+class SafetensorsSet(Format):
     """Writes the set."""
 
-    def __init__(self, model: SourceModel) -> None:
-        self._model = model
-
+    @override
     def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
-        """Return all tensors, unless they are of a model of Hugging Face, which is such a set already."""
+        # A model of Hugging Face is such a set already.
         if self._model.kind == "hf":
             raise ConfigError(
                 f"--to=safetensors: {self._model.place} is a set of safetensors. Convert to torch_dist."
             )
         return tensors
 
+    @override
     def names_of(self, item: Item) -> Sequence[str]:
-        """Return the one name of an item in the files."""
         return (self._name_of(item),)
-
-    def file_of(self, item: Item) -> str:
-        """Return nothing: an item may be in any file."""
-        return ""
 
     def _name_of(self, item: Item) -> str:
         name = f"{item.tensor.unit}/{item.tensor.name}"
         return name if item.kind == "weight" else f"{name}/{item.kind}"
 
+    @override
     def write_shard(
         self, folder: Path, number: int, count: int, items: Sequence[Item]
     ) -> WrittenFile:
-        """Write one file."""
         described = {
             self._name_of(item): Description(item.dtype, item.tensor.shape) for item in items
         }
@@ -233,8 +227,8 @@ class SafetensorsSet:
         )
         return write_file(folder, number, count, described, pieces, self._model)
 
+    @override
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
-        """Write the index."""
         write_index(folder, shards, facts_of(self._model, items))
 
 

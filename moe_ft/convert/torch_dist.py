@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import torch
 import xxhash
@@ -39,9 +39,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config as serialization_config
 
-from moe_ft.convert.model import Item, SourceModel, read_ahead
+from moe_ft.convert.model import Format, Item, SourceModel, read_ahead
 from moe_ft.convert.safetensors_set import facts_of
-from moe_ft.convert.tensors import GlobalTensor
 from moe_ft.convert.verifying import FilePart, WrittenFile
 from moe_ft.format.encoding import convert_leaves
 from moe_ft.state.slices import DTYPES
@@ -51,28 +50,21 @@ _ITERATION = "iter_{:07d}"
 _RELEASE = "release"
 
 
-class TorchDist:
+class TorchDist(Format):
     """Writes the checkpoint."""
 
     def __init__(
         self, model: SourceModel, *, with_optimizer: bool, for_ep: int | None = None
     ) -> None:
-        self._model, self._with_optimizer = model, with_optimizer
+        super().__init__(model)
+        self._with_optimizer = with_optimizer
         self._state = model.megatron_state(with_optimizer=with_optimizer, for_ep=for_ep)
         self._keys = {"master": self._state.master}
 
-    def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
-        """Return all."""
-        return tensors
-
+    @override
     def names_of(self, item: Item) -> Sequence[str]:
-        """Return the key of an item, with the index of an expert in its stack."""
         key = self._key(item)
         return (f"{key}[{','.join(map(str, item.tensor.index))}]" if item.tensor.index else key,)
-
-    def file_of(self, item: Item) -> str:
-        """Return nothing: an item may be in any file, as an expert's part of a stack has a key of its own."""
-        return ""
 
     def _key(self, item: Item) -> str:
         if item.kind == "weight":
@@ -84,10 +76,11 @@ class TorchDist:
         name = _ITERATION.format(self._model.iteration) if self._with_optimizer else _RELEASE
         return folder / name
 
+    @override
     def write_shard(
         self, folder: Path, number: int, count: int, items: Sequence[Item]
     ) -> WrittenFile:
-        """Write one file; its facts are where its items are, and the checksum that Megatron wants."""
+        # Its facts are where its items are, and the checksum that Megatron wants.
         writer = FileSystemWriter(
             self._folder(folder), thread_count=1, per_thread_copy_ahead=0, sync_files=False
         )
@@ -111,8 +104,8 @@ class TorchDist:
         parts = files.parts_of(path, names)
         return WrittenFile(path=path, parts=parts, facts=facts, with_sha256=True)
 
+    @override
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
-        """Write what is no tensor, then the metadata and what makes Megatron find it."""
         where = self._folder(folder)
         where.mkdir(exist_ok=True)
         facts = convert_leaves(facts_of(self._model, items), lambda value: value)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 import torch
 
@@ -14,7 +14,7 @@ from moe_ft.convert.huggingface.config_file import (
     write_generation,
 )
 from moe_ft.convert.huggingface.mapping import Family, Mapped
-from moe_ft.convert.model import Item, SourceModel, read_ahead
+from moe_ft.convert.model import Format, Item, SourceModel, read_ahead
 from moe_ft.convert.safetensors_set import (
     Description,
     NamedTensor,
@@ -29,7 +29,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.format.packings import DTYPES
 
 
-class HuggingFace:
+class HuggingFace(Format):
     """Writes the model."""
 
     def __init__(self, model: SourceModel, family: str | None) -> None:
@@ -38,7 +38,7 @@ class HuggingFace:
             raise ConfigError(
                 f"--to=hf: {model.place} is a model of Hugging Face. Copy it, or convert to torch_dist."
             )
-        self._model = model
+        super().__init__(model)
         self.family = choose_family(model, family)
         self._mapped = {
             name: each
@@ -46,8 +46,8 @@ class HuggingFace:
             for name in (each.tensor, *each.other_tensors)
         }
 
+    @override
     def select(self, tensors: Sequence[GlobalTensor]) -> Sequence[GlobalTensor]:
-        """Return the tensors to write, one for each that the family has."""
         by_name = {each.name: each for each in tensors}
         found, lost = [], []
         for mapped in {each.tensor: each for each in self._mapped.values()}.values():
@@ -77,20 +77,21 @@ class HuggingFace:
                 )
         return found
 
+    @override
     def names_of(self, item: Item) -> Sequence[str]:
-        """Return the names of an item on the hub."""
         mapped = self._mapped[item.tensor.name]
         return (*mapped.names, *mapped.copies)
 
+    @override
     def file_of(self, item: Item) -> str:
-        """Return the experts of a layer that are stacked on the hub."""
+        # The experts of a layer that are stacked on the hub.
         mapped = self._mapped[item.tensor.name]
         return mapped.names[0].rpartition(".")[0] if mapped.stack else ""
 
+    @override
     def write_shard(
         self, folder: Path, number: int, count: int, items: Sequence[Item]
     ) -> WrittenFile:
-        """Write one file."""
         described: dict[str, Description] = {}
         for item in items:
             for name, part, _ in self._split(item, torch.empty(item.tensor.shape, device="meta")):
@@ -115,8 +116,8 @@ class HuggingFace:
         yield from (NamedTensor(*each, index) for each in zip(mapped.names, parts, strict=True))
         yield from (NamedTensor(name, parts[0]) for name in mapped.copies)
 
+    @override
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
-        """Write the index, `config.json`, and what is known about tokens."""
         write_index(folder, shards, facts_of(self._model, items))
         dtypes = [item.dtype for item in items if not item.tensor.buffer]
         config = {
