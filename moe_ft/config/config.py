@@ -10,8 +10,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, override
 
-from moe_ft.config.checks import ChecksConfig
-from moe_ft.config.elastic import ElasticConfig
 from moe_ft.config.fields import (
     PEERS,
     REPAIR,
@@ -32,7 +30,6 @@ from moe_ft.config.rules import (
     default_memory_dir,
     unmet_needs,
 )
-from moe_ft.config.storage import StorageConfig
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.faults import BACKGROUND_PHASES, ITERATION_PHASES, FaultKind
@@ -235,6 +232,58 @@ class MemoryConfig(ConfigPart):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StorageConfig(ConfigPart):
+    """Storage: checkpoints that outlive all nodes."""
+
+    TITLE: ClassVar[str] = "storage"
+    PAGE: ClassVar[str] = "storage.md"
+    NEEDS: ClassVar[tuple[str, ...]] = ("persist_dir",)
+
+    persist_dir: str | None = setting(
+        None, "directory or fsspec URL for checkpoints on storage", metavar="URL", needs=(STRATEGY,)
+    )
+    persist_interval: int = setting(
+        10,
+        "write every N-th complete snapshot or window to storage; 0 = only the last state",
+        metavar="N",
+        bounds=Bounds(at_least=0),
+        remedy="Give a number of snapshots, or 0 to write none before the end",
+    )
+    persist_dense_interval: int = setting(
+        0,
+        "also write the whole state of one iteration to storage, every so many iterations, whatever the "
+        "strategy; 0 = only at the end",
+        metavar="N",
+        bounds=Bounds(at_least=0),
+        remedy="Give a number of iterations, or leave the flag out",
+        page="breakpoints.md#whole-states",
+    )
+    keep: int = setting(
+        2,
+        "checkpoints to keep on storage; with --moe-ft-persist-dense-interval also the newest whole state",
+        metavar="N",
+        bounds=Bounds(at_least=1),
+        reason="the newest checkpoint is never deleted",
+        remedy="Give the number of checkpoints that storage has room for",
+    )
+
+    @property
+    def persists(self) -> bool:
+        """True if anything goes to storage."""
+        return self.persist_dir is not None  # at least the last state
+
+    @property
+    def persists_dense(self) -> bool:
+        """True if whole states go to storage while training runs."""
+        return self.persist_dense_interval > 0
+
+    @property
+    def keeps_whole(self) -> bool:
+        """True if the newest whole state stays on storage besides the newest checkpoints."""
+        return self.persists_dense and self.persist_interval > 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RecoveryConfig(ConfigPart):
     """Recovery: the state that a start begins with."""
 
@@ -347,6 +396,81 @@ class RecoveryConfig(ConfigPart):
     @override
     def check(self, world_size: int) -> None:
         _ = self.only_iteration
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ElasticConfig(ConfigPart):
+    """Slots of experts, whose state lies on all ranks; any number of ranks."""
+
+    TITLE: ClassVar[str] = "any number of nodes, replicas of experts"
+    PAGE: ClassVar[str] = "elastic.md"
+    elastic: bool = setting(
+        False,
+        "train with the ranks that a start has, fewer or more than before: data parallelism changes, samples "
+        "of an iteration do not, and ranks that are left over wait",
+        needs=(STRATEGY, "layout=any"),
+    )
+    expert_slots: int = setting(
+        0,
+        "slots of each rank in an MoE layer: an expert may have several, and they move to where tokens go; "
+        "0 = each expert where Megatron puts it",
+        metavar="C",
+        bounds=Bounds(at_least=0),
+        remedy="Give the slots of a rank, or leave the flag out",
+        page="expert_slots.md",
+    )
+    rebalance_interval: int = setting(
+        0,
+        "choose the experts of the slots again every N iterations, by their tokens; 0 = never",
+        metavar="N",
+        bounds=Bounds(at_least=0),
+        remedy="Give a number of iterations, or leave the flag out",
+        needs=("expert_slots",),
+        page="expert_slots.md",
+    )
+    min_replicas: int = setting(
+        1,
+        "slots that every expert of a layer has at least",
+        metavar="F",
+        bounds=Bounds(at_least=1),
+        remedy="Give a number of slots, or leave the flag out",
+        needs=("expert_slots",),
+        page="expert_slots.md",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChecksConfig(ConfigPart):
+    """Checks of what ranks compute and hold, and batches that are left out."""
+
+    TITLE: ClassVar[str] = "silent corruption and bad batches"
+    PAGE: ClassVar[str] = "corruption.md"
+
+    check_iterations: int = setting(
+        0,
+        "every N iterations another rank repeats each rank's forward and backward pass, and the results must "
+        "be equal bit for bit before the optimizer steps; 0 = never",
+        metavar="N",
+        bounds=Bounds(at_least=0),
+        remedy="Give a number of iterations: one in N takes a second forward and backward pass",
+    )
+    check_weights: int = setting(
+        0,
+        "every N iterations compare weights that ranks must have in common, and see that nothing has changed "
+        "weights and moments since the last step; 0 = never",
+        metavar="N",
+        bounds=Bounds(at_least=0),
+        remedy="Give a number of iterations",
+    )
+    skip_bad_batches: int = setting(
+        0,
+        "leave out up to N batches in a run, each of which has made the same rank fail twice with the same "
+        "exception; 0 = none",
+        metavar="N",
+        needs=(REPAIR,),
+        bounds=Bounds(at_least=0),
+        remedy="Give the most batches that the run may leave out",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

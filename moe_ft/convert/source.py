@@ -10,14 +10,19 @@ from pathlib import Path
 
 from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.soundness import check_references, check_region, read_file
-from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock, watch_lock
+from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock, find_live
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.storage import Storage
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import check_header
 from moe_ft.format.manifest import Manifest
 from moe_ft.launches import launch_of
-from moe_ft.recovery.inspect.holdings import Holding, find_holdings, newest_holding
+from moe_ft.recovery.inspect.holdings import (
+    Holding,
+    find_holdings,
+    newest_holding,
+    states_in_memory,
+)
 from moe_ft.recovery.job_memory import is_alive
 from moe_ft.recovery.readers import MemoryReader, StateReader, StorageReader
 
@@ -94,14 +99,10 @@ def _sound(directory: str, holdings: list[Holding], iteration: int | None) -> li
 
 def check_is_quiet(directory: str, storage: Storage) -> None:
     """Raise ConfigError if a job writes to a persist directory: it may delete what is read."""
-    lock = StorageLock(storage)
-    before = lock.look()
-    if before is None or before.is_over(own_origin(launch_of(os.environ))):
-        return
-    now = watch_lock(lock, before, _WATCH_S)
-    if now is not None and now != before:
+    own = own_origin(launch_of(os.environ))
+    if (holder := find_live(StorageLock(storage), _WATCH_S, own)) is not None:
         raise ConfigError(
-            f"{directory} must not be written to while it is converted, and {now.holder} writes there: "
+            f"{directory} must not be written to while it is converted, and {holder} writes there: "
             "it deletes old checkpoints. Wait for its end, or copy the checkpoint first."
         )
 
@@ -126,20 +127,18 @@ def _in_memory(directory: str, chosen: Holding, holdings: Iterable[Holding]) -> 
     """Return the newest state of the chosen run that all ranks have in memory on this machine."""
     identity = chosen.identity
     assert identity is not None
-    wanted: dict[int, dict[int, Holding]] = {}
-    for holding in sorted(holdings, key=lambda each: each.tier):  # own memory before replicas
-        if holding.identity == identity and holding.num_snapshots == holding.window:
-            wanted.setdefault(holding.iteration, {}).setdefault(holding.ranks[0], holding)
-    whole = [each for each, parts in wanted.items() if len(parts) == identity.world_size]
+    states = [each for each in states_in_memory(holdings) if each.identity == identity]
+    whole = [each for each in states if not each.missing]
     if not whole:
-        missing = sorted(set(range(identity.world_size)) - set(wanted[chosen.iteration]))
+        at_chosen = [each for each in states if each.iteration == chosen.iteration]
+        missing = sorted(at_chosen[0].missing)
         raise ConfigError(
             f"{directory} must hold the state of all {identity.world_size} ranks at one iteration, but lacks "
             f"the state of ranks {missing[:8]} at iteration {chosen.iteration}. Copy the memory of the other "
             "nodes next to it, or convert a checkpoint on storage."
         )
-    parts = wanted[max(whole)]
-    paths = [Path(parts[rank].place) for rank in range(identity.world_size)]
+    newest = whole[0]
+    paths = [Path(newest.copies[rank][0].place) for rank in range(identity.world_size)]
     for job in {path.parents[2] for path in paths if len(path.parents) > 2}:
         if is_alive(job):
             raise ConfigError(
@@ -151,7 +150,7 @@ def _in_memory(directory: str, chosen: Holding, holdings: Iterable[Holding]) -> 
         reader = MemoryReader(path, where=str(path))
         check_region(reader.index, path)
         ranks.append(_checked(reader))
-    return RunState(place=directory, iteration=max(whole), identity=identity, ranks=ranks)
+    return RunState(place=directory, iteration=newest.iteration, identity=identity, ranks=ranks)
 
 
 def _checked(reader: StateReader) -> StateReader:

@@ -24,7 +24,7 @@ from megatron.core.transformer.moe import router as megatron_router
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_capacity
 
-from moe_ft.config.elastic import ElasticConfig
+from moe_ft.config.config import ElasticConfig
 from moe_ft.elastic.homes import Homes
 from moe_ft.planning.slot_tables import (
     Replicas,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from moe_ft.engine.memory.job_directory import find_indexes, is_breakpoint
+from moe_ft.engine.memory.job_directory import find_indexes, tier_of
 from moe_ft.engine.persist.manifests import checkpoints
 from moe_ft.engine.persist.soundness import check_region
 from moe_ft.errors import CorruptStateError
@@ -246,9 +246,14 @@ def look_at_memory(node_dir: Path, node: str, job_id: str) -> Inventory:
         version = _version(
             identity, index.rank, index.iteration, index.window, str(path.relative_to(node_dir))
         )
-        is_replica = path.parent.name.startswith("replica_")
+        tier = tier_of(path)
         inventory.versions.append(
-            replace(version, node=node, is_replica=is_replica, is_breakpoint=is_breakpoint(path))
+            replace(
+                version,
+                node=node,
+                is_replica=tier == "replica",
+                is_breakpoint=tier == "breakpoint",
+            )
         )
     return inventory
 

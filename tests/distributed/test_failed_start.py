@@ -23,8 +23,7 @@ from megatron.training import training
 
 import pretrain_gpt_moe
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
-from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig
-from moe_ft.config.storage import StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig, StorageConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.errors import ConfigError, UnrecoverableError
 from moe_ft.recovery.start import start

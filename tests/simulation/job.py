@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig
-from moe_ft.config.storage import StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig, StorageConfig
 from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.planning.levels import FAN_OUT
 from moe_ft.strategies import registry

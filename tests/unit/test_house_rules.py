@@ -40,7 +40,6 @@ TESTED_ELSEWHERE = {
         [f"megatron/fault_tolerance/seams/{name}.py" for name in ("iteration_check", "traces")],
         "tests/distributed/test_iteration_check.py",
     ),
-    "moe_ft/config/checks.py": "settings: tests/unit/moe_ft/config",
     "megatron/fault_tolerance/seams/iteration_seams.py": "run by the simulation, and test_hooks.py",
     "megatron/fault_tolerance/program/older_gpt.py": "of Megatron 0.18: make test-versions",
     "megatron/fault_tolerance/degraded/degradation.py": "tests/distributed/test_played_roles.py",

@@ -70,6 +70,13 @@ def is_breakpoint(path: PurePath) -> bool:
     return re.split(r"[._]", path.name)[0] == BREAKPOINT
 
 
+def tier_of(path: Path) -> str:
+    """Return the memory that an index is in: a rank's own, a replica at a peer, or a breakpoint."""
+    if is_breakpoint(path):
+        return "breakpoint"
+    return "replica" if path.parent.name.startswith("replica_") else "memory"
+
+
 def rank_and_holder(name: str) -> tuple[int | None, int | None]:
     """Return whose state a directory of that name holds, and which rank keeps it; None for others."""
     match = _DIRECTORY.fullmatch(name)

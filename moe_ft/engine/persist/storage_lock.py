@@ -198,6 +198,19 @@ class StorageLock:
                 return
 
 
+def find_live(lock: StorageLock, watch_s: float, own: Origin | None = None) -> str | None:
+    """Return who renews a lock while it is watched; None if it is free, nobody does, or it is given up.
+
+    Args:
+        own: origin of this process, by which an earlier start may be known to be over.
+    """
+    seen = lock.look()
+    if seen is None or (own is not None and seen.is_over(own)):
+        return None
+    now = watch_lock(lock, seen, watch_s)
+    return None if now is None or now == seen else now.holder
+
+
 def watch_lock(lock: StorageLock, seen: SeenLock, watch_s: float) -> SeenLock | None:
     """Watch a lock until it changes; return what is in its place then, `seen` itself if it never did.
 

@@ -5,13 +5,13 @@ It reads persist directories, one checkpoint of them, and memory directories (of
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moe_ft.config.config import DEFAULT_MEMORY_DIR
-from moe_ft.engine.memory.job_directory import find_indexes_below, is_breakpoint
+from moe_ft.engine.memory.job_directory import find_indexes_below, tier_of
 from moe_ft.engine.persist.manifests import checkpoints, find_manifests
 from moe_ft.engine.persist.soundness import taken_back
 from moe_ft.errors import ConfigError, UnsafePathError
@@ -172,8 +172,7 @@ def _checkpoint(storage: Storage, path: str, manifest: Manifest, with_indexes: b
 
 def _in_memory(directory: str) -> Iterator[Holding]:
     for path, index in find_indexes_below(Path(directory), Index):
-        tier = "replica" if path.parent.name.startswith("replica_") else "memory"
-        tier = "breakpoint" if is_breakpoint(path) else tier
+        tier = tier_of(path)
         if isinstance(index, OSError):
             is_unsafe = isinstance(index, UnsafePathError)
             problem = "not trusted, as in a recovery" if is_unsafe else "corrupt"
@@ -194,6 +193,45 @@ def _in_memory(directory: str) -> Iterator[Holding]:
             window=index.window,
             num_snapshots=index.num_snapshots,
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateInMemory:
+    """A state of which memory on this machine holds parts.
+
+    Attributes:
+        copies: by rank, those on this machine, a rank's own memory first.
+    """
+
+    identity: Identity
+    iteration: int
+    copies: dict[int, list[Holding]]
+
+    @property
+    def missing(self) -> set[int]:
+        """Ranks of which there is no copy."""
+        return set(range(self.identity.world_size)) - self.copies.keys()
+
+
+def states_in_memory(holdings: Iterable[Holding]) -> list[StateInMemory]:
+    """Return the states of which memory has whole parts: those of the latest start first, then the newest."""
+    usable = [
+        (each, each.identity)
+        for each in holdings
+        if not each.problem
+        if each.manifest is None and each.identity and each.num_snapshots == each.window
+    ]
+    histories = order_written((each.iteration, own.history, own.superseded) for each, own in usable)
+    place = {history[-1]: number for number, history in enumerate(histories)}
+    states: dict[tuple[int, int], StateInMemory] = {}
+    for each, own in sorted(usable, key=lambda pair: pair[0].tier == "replica"):
+        state = states.setdefault(
+            (place[own.start], -each.iteration),
+            StateInMemory(identity=own, iteration=each.iteration, copies={}),
+        )
+        if own == state.identity:
+            state.copies.setdefault(each.ranks[0], []).append(each)
+    return [states[key] for key in sorted(states)]
 
 
 def render_holdings(

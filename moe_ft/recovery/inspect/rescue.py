@@ -5,8 +5,6 @@ from the files there alone. The first to find the files of all ranks makes them 
 """
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import filelock
@@ -14,16 +12,14 @@ import filelock
 from moe_ft.engine.memory.job_directory import job_directory, job_lock, read_marker
 from moe_ft.engine.persist.manifests import manifests, write_manifest
 from moe_ft.engine.persist.requests import PersistRequest
-from moe_ft.engine.persist.storage_lock import LOCK_STALE_S, StorageLock, watch_lock
+from moe_ft.engine.persist.storage_lock import LOCK_STALE_S, StorageLock, find_live
 from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage, file_tag, iteration_directory, rank_path
-from moe_ft.format.identity import Identity
 from moe_ft.format.manifest import Manifest
 from moe_ft.planning.branches import is_alive as belongs_to
-from moe_ft.planning.branches import order_written
-from moe_ft.recovery.inspect.holdings import Holding, find_holdings
+from moe_ft.recovery.inspect.holdings import StateInMemory, find_holdings, states_in_memory
 from moe_ft.recovery.inspect.verification import verify
 from moe_ft.recovery.job_memory import is_alive
 
@@ -32,32 +28,17 @@ _POLL_S = 0.2
 _MOST_NAMED = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _State:
-    """A state of which this machine holds parts.
+def _path_of(state: StateInMemory, rank: int) -> str:
+    """Return where a rank's index goes on storage."""
+    tag = file_tag(state.identity, is_whole=True)
+    return rank_path(state.iteration, rank, tag, "json")
 
-    Attributes:
-        copies: by rank, those on this machine, a rank's own memory first.
-    """
 
-    identity: Identity
-    iteration: int
-    copies: dict[int, list[Holding]]
-
-    @property
-    def tag(self) -> str:
-        """The tag of its files on storage."""
-        return file_tag(self.identity, is_whole=True)
-
-    def path(self, rank: int) -> str:
-        """Return where a rank's index goes."""
-        return rank_path(self.iteration, rank, self.tag, "json")
-
-    def missing(self, storage: Storage) -> set[int]:
-        """Return the ranks that nobody has written yet."""
-        names = set(storage.names_in(iteration_directory(self.iteration)))
-        ranks = range(self.identity.world_size)
-        return {rank for rank in ranks if self.path(rank).rpartition("/")[2] not in names}
+def _missing(state: StateInMemory, storage: Storage) -> set[int]:
+    """Return the ranks that nobody has written yet."""
+    names = set(storage.names_in(iteration_directory(state.iteration)))
+    ranks = range(state.identity.world_size)
+    return {rank for rank in ranks if _path_of(state, rank).rpartition("/")[2] not in names}
 
 
 def rescue(memory_dir: str, job_id: str, url: str, wait_s: float) -> bool:
@@ -83,23 +64,16 @@ def rescue(memory_dir: str, job_id: str, url: str, wait_s: float) -> bool:
                 raise filelock.Timeout(str(directory))
             storage = Storage(url, PATIENCE_S)
             storage.make_root()
-            _check_is_free(storage)
+            if (holder := find_live(StorageLock(storage), LOCK_STALE_S)) is not None:
+                raise ConfigError(
+                    f"--to={storage.url} is being written by {holder}. Name another place, or end that job."
+                )
             return _rescue(directory, storage, url, wait_s)
     except filelock.Timeout:
         raise ConfigError(
             f"JOB={job_id} runs on this machine, or starts or ends: it needs no rescue. End all of its "
             "processes first."
         ) from None
-
-
-def _check_is_free(storage: Storage) -> None:
-    """Raise ConfigError if a job that runs writes there; a job that has died leaves its lock."""
-    lock = StorageLock(storage)
-    seen = lock.look()
-    if seen is not None and watch_lock(lock, seen, LOCK_STALE_S) not in (None, seen):
-        raise ConfigError(
-            f"--to={storage.url} is being written by {seen.holder}. Name another place, or end that job."
-        )
 
 
 def _rescue(directory: Path, storage: Storage, url: str, wait_s: float) -> bool:
@@ -125,32 +99,19 @@ def _rescue(directory: Path, storage: Storage, url: str, wait_s: float) -> bool:
     return False
 
 
-def _states(directory: Path) -> Iterator[_State]:
-    """Yield the states in memory, those of the latest start first, then the newest."""
+def _states(directory: Path) -> list[StateInMemory]:
+    """Return the states in memory, those of the latest start first, then the newest."""
     try:
         found = find_holdings(str(directory))
     except ConfigError:  # nothing at all
-        return
-    usable: list[tuple[Holding, Identity]] = []
+        return []
     for each in found:
         if each.problem:
             print(f"left out: {each.place}: {each.problem}")
-        elif each.identity is not None and each.num_snapshots == each.window:
-            usable.append((each, each.identity))
-    histories = order_written((each.iteration, own.history, own.superseded) for each, own in usable)
-    place = {history[-1]: number for number, history in enumerate(histories)}
-    states: dict[tuple[int, int], _State] = {}
-    for each, own in sorted(usable, key=lambda pair: pair[0].tier == "replica"):
-        state = states.setdefault(
-            (place[own.start], -each.iteration),
-            _State(identity=own, iteration=each.iteration, copies={}),
-        )
-        if own == state.identity:
-            state.copies.setdefault(each.ranks[0], []).append(each)
-    yield from (states[key] for key in sorted(states))
+    return states_in_memory(found)
 
 
-def _on_storage(storage: Storage, state: _State) -> int | None:
+def _on_storage(storage: Storage, state: StateInMemory) -> int | None:
     """Return the iteration of a checkpoint of this run that is as new; None if there is none."""
     history = state.identity.history
     for iteration, _, found in manifests(storage):
@@ -161,28 +122,30 @@ def _on_storage(storage: Storage, state: _State) -> int | None:
     return None
 
 
-def _write(state: _State, worker: PersistWorker, storage: Storage, wait_s: float) -> set[int]:
+def _write(
+    state: StateInMemory, worker: PersistWorker, storage: Storage, wait_s: float
+) -> set[int]:
     """Write this machine's part of a state, and wait for that of others; return the ranks without one."""
     copies = {rank for rank, held in state.copies.items() if held[0].tier == "replica"}
     for rank in sorted(state.copies.keys() - copies):
         _write_rank(state, rank, worker)
-    missing, changed_s = state.missing(storage), time.monotonic()
+    missing, changed_s = _missing(state, storage), time.monotonic()
     while missing:
         if time.monotonic() - changed_s >= wait_s:
             if not missing & copies:
                 return missing
             for rank in sorted(missing & copies):
-                if rank in state.missing(storage):
+                if rank in _missing(state, storage):
                     _write_rank(state, rank, worker)
             copies, changed_s = set(), time.monotonic()
         else:
             time.sleep(min(_POLL_S, wait_s))
-        before, missing = missing, state.missing(storage)
+        before, missing = missing, _missing(state, storage)
         changed_s = changed_s if missing == before else time.monotonic()
     return set()
 
 
-def _write_rank(state: _State, rank: int, worker: PersistWorker) -> None:
+def _write_rank(state: StateInMemory, rank: int, worker: PersistWorker) -> None:
     """Write the first copy of a rank's state that is sound."""
     for copy in state.copies[rank]:
         (index,) = copy.indexes
@@ -194,7 +157,7 @@ def _write_rank(state: _State, rank: int, worker: PersistWorker) -> None:
             data=str(path.parent / index.file),
             rotating=tuple(name for name, unit in index.units.items() if unit.file),
             previous="",
-            tag=state.tag,
+            tag=file_tag(state.identity, is_whole=True),
             writes_manifest=False,
             deadline_s=PATIENCE_S,
         )
@@ -208,9 +171,10 @@ def _write_rank(state: _State, rank: int, worker: PersistWorker) -> None:
         return
 
 
-def _complete(state: _State, storage: Storage, url: str) -> bool:
+def _complete(state: StateInMemory, storage: Storage, url: str) -> bool:
     """Make the files of all ranks a checkpoint, read all of it, and say what it is."""
-    write_manifest(storage, state.iteration, state.tag, state.identity.world_size)
+    tag = file_tag(state.identity, is_whole=True)
+    write_manifest(storage, state.iteration, tag, state.identity.world_size)
     name = iteration_directory(state.iteration)
     right, wrong = verify(f"{url.rstrip('/')}/{name}")  # the URL of a Storage shows no password
     place = f"{storage.url.rstrip('/')}/{name}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.config import MoeFtConfig, StorageConfig
 from moe_ft.config.fields import HELP_ALL, Bounds, ConfigPart, flag_of, setting
 from moe_ft.config.flags import (
     BASIC,
@@ -15,7 +15,6 @@ from moe_ft.config.flags import (
     config_from_settings,
     part_types,
 )
-from moe_ft.config.storage import StorageConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.registry import names, option_types
 

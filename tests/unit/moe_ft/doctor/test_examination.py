@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig
-from moe_ft.config.storage import StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
 from moe_ft.doctor import examination, network
 from moe_ft.doctor.examination import Examination
 from moe_ft.doctor.job import ExaminedJob

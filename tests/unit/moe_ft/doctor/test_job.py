@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig
-from moe_ft.config.storage import StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig, StorageConfig
 from moe_ft.doctor.job import ExaminedJob, place_on_nodes
 from moe_ft.doctor.rows import Result
 from moe_ft.planning.host_memory import Footprint, MemoryShare

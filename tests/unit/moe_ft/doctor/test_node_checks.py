@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig
-from moe_ft.config.storage import StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
 from moe_ft.doctor.examination import Answering, Examination, NodeChecks
 from moe_ft.doctor.job import ExaminedJob
 from moe_ft.doctor.meeting import Meeting, MeetingPlace

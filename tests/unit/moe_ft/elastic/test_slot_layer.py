@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from moe_ft.config.elastic import ElasticConfig
+from moe_ft.config.config import ElasticConfig
 from moe_ft.elastic import slot_layer
 from moe_ft.elastic.homes import Homes
 from moe_ft.elastic.slot_layer import NewTable, SlotMoELayer, next_table, slot_layers

@@ -17,8 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.storage import StorageConfig
+from moe_ft.config.config import MoeFtConfig, StorageConfig
 from moe_ft.engine.persist.manifests import find_manifests, write_manifest
 from moe_ft.errors import ConfigError, CorruptStateError, UnsafePathError
 from moe_ft.files import back_ends

@@ -12,10 +12,8 @@ import pytest
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.member import become_member
-from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.elastic import ElasticConfig
+from moe_ft.config.config import ElasticConfig, MoeFtConfig, StorageConfig
 from moe_ft.config.observability import ObservabilityConfig
-from moe_ft.config.storage import StorageConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.events import EventLog
 from moe_ft.loop.listeners import LoopState

@@ -10,8 +10,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig
-from moe_ft.config.storage import StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, RecoveryConfig, StorageConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.background import PhaseHook
 from moe_ft.engine.links.server import PeerServer

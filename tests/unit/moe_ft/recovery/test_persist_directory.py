@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
-from moe_ft.config.config import MemoryConfig, MoeFtConfig
-from moe_ft.config.storage import StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
 from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.origin import Origin
 from moe_ft.engine.persist.storage_lock import LOCK_NAME, SeenLock, StorageLock

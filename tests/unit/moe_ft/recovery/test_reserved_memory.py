@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from megatron.fault_tolerance.program.stages import bytes_of
-from moe_ft.config.config import MemoryConfig, MoeFtConfig
-from moe_ft.config.storage import StorageConfig
+from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.errors import ConfigError

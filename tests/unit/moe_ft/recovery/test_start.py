@@ -17,8 +17,7 @@ import psutil
 import pytest
 import torch
 
-from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.elastic import ElasticConfig
+from moe_ft.config.config import ElasticConfig, MoeFtConfig
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import ConfigError, StorageAwayError, UnrecoverableError
