@@ -7,6 +7,7 @@ moe_ft can be imported. Versions of Megatron that do not fit are megatron/fault_
 import importlib.util
 import re
 import sys
+from collections.abc import Iterable
 from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -64,11 +65,19 @@ def describe() -> str:
     """Return the version of moe_ft, and those of what it runs on, with their places."""
     lines = [f"moe_ft {moe_ft.__version__} ({_folder_of('moe_ft')})"]
     lines.append(f"Python {sys.version.split()[0]} ({sys.executable})")
-    for package in _SHOWN:
-        folder = _folder_of(MODULES.get(package, package.replace("-", "_")))
-        if folder is not None:
-            lines.append(f"{package} {_version_of(package, folder)} ({folder})")
+    found = versions(_SHOWN)
+    lines += [f"{package} {version} ({folder})" for package, (version, folder) in found.items()]
     return "\n".join(lines)
+
+
+def versions(packages: Iterable[str]) -> dict[str, tuple[str, Path]]:
+    """Return the versions of packages that an import would find, and their places."""
+    folders = {each: _folder_of(MODULES.get(each, each.replace("-", "_"))) for each in packages}
+    return {
+        package: (_version_of(package, folder), folder)
+        for package, folder in folders.items()
+        if folder is not None
+    }
 
 
 def _version_of(package: str, folder: Path) -> str:

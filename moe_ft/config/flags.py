@@ -254,12 +254,23 @@ def _part_from(args: argparse.Namespace, part: type[ConfigPart]) -> Any:
     return part(**values)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Parser whose errors are ours."""
+def _parsed(
+    words: Sequence[str],
+    option_types: Mapping[str, type[ConfigPart]],
+    choices: Mapping[str, Sequence[str]],
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the flags of moe_ft among some words; return the others too."""
 
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError."""
-        raise ConfigError(f"{explained(message, self)} docs/flags.md lists the settings.")
+    def refuse(message: str) -> NoReturn:
+        raise ConfigError(f"{explained(message, parser)} docs/flags.md lists the settings.")
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse  # type: ignore[method-assign]  # its own prints all of the usage
+    add_flags(parser, part_types(option_types).values(), choices)
+    found, others = parser.parse_known_args([*words])
+    if unknown := [each for each in others if each.startswith(FLAG_PREFIX)]:
+        refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    return found, others
 
 
 def config_from_words(
@@ -275,11 +286,7 @@ def config_from_words(
     Raises:
         ConfigError: if there is no such flag of moe_ft, or a value is not of its kind.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    add_flags(parser, part_types(option_types).values(), choices)
-    found, others = parser.parse_known_args([*words])
-    if unknown := [each for each in others if each.startswith(FLAG_PREFIX)]:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    found, others = _parsed(words, option_types, choices)
     return config_from(found, option_types), others
 
 
@@ -299,7 +306,7 @@ def config_from_settings(
         ConfigError: if there is no such setting, or a value is not of its kind. `MoeFtConfig.validate` checks
             the rest.
     """
-    parts = list(part_types(option_types).values())
+    parts = part_types(option_types).values()
     known = {each.name: each for part in parts for each in fields(part)}
     words: list[str] = []
     for name, value in settings.items():
@@ -308,9 +315,8 @@ def config_from_settings(
                 f"there is no setting {name}.{hint(str(name), known)} docs/flags.md lists the settings."
             )
         words += _as_words(known[name], value)
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    add_flags(parser, parts, choices)
-    return config_from(parser.parse_args(words), option_types)
+    found, _ = _parsed(words, option_types, choices)
+    return config_from(found, option_types)
 
 
 def _as_words(each: Any, value: Any) -> list[str]:

@@ -5,7 +5,6 @@ import platform
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
@@ -15,6 +14,7 @@ from moe_ft.config.config import MemoryConfig
 from moe_ft.doctor.meeting import MeetingPlace
 from moe_ft.doctor.rows import Finding, Result, failed, join_nodes, passed, refused, warned
 from moe_ft.errors import ConfigError
+from moe_ft.installation import versions
 from moe_ft.launches import shares_store
 from moe_ft.processes import boot_id
 
@@ -91,13 +91,8 @@ def find_facts(
 
 def find_versions() -> dict[str, str]:
     """Return versions of what training needs; nothing is imported for it."""
-    versions = {"moe_ft": moe_ft.__version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    found = {package: version for package, (version, _) in versions(_PACKAGES).items()}
+    return {"moe_ft": moe_ft.__version__, "python": platform.python_version(), **found}
 
 
 def count_gpus(environment: Mapping[str, str], devices: Path) -> int:

@@ -12,7 +12,13 @@ from typing import Any
 
 from moe_ft.convert.foreign_files import AnyPath, place_in, read_json
 from moe_ft.convert.huggingface.config_values import RULES, CheckedConfig, ComparedConfig
-from moe_ft.convert.huggingface.deepseek import DeepseekV2, DeepseekV3, KimiK2
+from moe_ft.convert.huggingface.deepseek import (
+    DeepseekV2,
+    DeepseekV3,
+    DeepseekV32,
+    GlmMoeDsa,
+    KimiK2,
+)
 from moe_ft.convert.huggingface.gated_delta import Qwen35Moe
 from moe_ft.convert.huggingface.glm import Glm4Moe
 from moe_ft.convert.huggingface.gpt_oss import GptOss
@@ -25,7 +31,6 @@ from moe_ft.convert.huggingface.query_groups import (
     Qwen3Moe,
     Qwen3VlMoe,
 )
-from moe_ft.convert.huggingface.sparse_attention import DeepseekV32, GlmMoeDsa
 from moe_ft.convert.safetensors_set import StoredTensor
 from moe_ft.errors import ConfigError, MoeFtError
 

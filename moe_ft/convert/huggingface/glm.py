@@ -1,7 +1,7 @@
 """GLM-4.5: query groups with biases and partly rotated heads; dense first layers, experts, further tokens.
 
 Its router, shared experts and layers of further tokens are DeepSeek-V3's. GLM-5 has multi-latent attention:
-sparse_attention.py.
+deepseek.py.
 """
 
 from collections.abc import Mapping

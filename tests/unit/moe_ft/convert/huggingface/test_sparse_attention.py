@@ -17,8 +17,8 @@ from transformers import (
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32PreTrainedModel
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa as glm
 
+from moe_ft.convert.huggingface.deepseek import DeepseekV32, GlmMoeDsa
 from moe_ft.convert.huggingface.mapping import flags_of
-from moe_ft.convert.huggingface.sparse_attention import DeepseekV32, GlmMoeDsa
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.huggingface.further_tokens import check_further_tokens
 from tests.unit.moe_ft.convert.huggingface.models import PUBLISHED_V3
