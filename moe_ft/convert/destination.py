@@ -67,8 +67,10 @@ class Destination:
             plan: checksum of everything that decides what is written.
             description: of the conversion, for people.
         """
-        self.place, self.work = place, Path()
-        self._plan, self._description = plan, description
+        self.place = place
+        self.work = Path()
+        self._plan = plan
+        self._description = description
         self._shards: dict[str, Any] = {}
 
     def check(self, num_bytes: int) -> None:

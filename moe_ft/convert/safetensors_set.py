@@ -134,7 +134,13 @@ class StoredTensor(Description):
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor; `name` is for messages."""
-        return read_tensor(name, self)
+        with _reading(f"{self.path}: {name}"):
+            content = read_range(self.path, self.start, self.num_bytes)
+            if len(content) != self.num_bytes:
+                raise ValueError("it is cut short")
+            if not content:
+                return torch.empty(self.shape, dtype=DTYPES[self.dtype])
+            return torch.frombuffer(content, dtype=DTYPES[self.dtype]).view(self.shape)
 
     def at(self, index: int) -> "StoredTensor":
         """Return the place of an entry along the first dimension."""
@@ -181,17 +187,6 @@ def _place(path: AnyPath, name: str, each: _Described, start: int) -> tuple[Stor
     if min(first, *each.shape, 0) < 0 or last - first != place.num_bytes:
         raise ValueError(f"{name} has {last - first} bytes, and its shape {list(each.shape)}")
     return place, last
-
-
-def read_tensor(name: str, place: StoredTensor) -> torch.Tensor:
-    """Return a tensor."""
-    with _reading(f"{place.path}: {name}"):
-        content = read_range(place.path, place.start, place.num_bytes)
-        if len(content) != place.num_bytes:
-            raise ValueError("it is cut short")
-        if not content:
-            return torch.empty(place.shape, dtype=DTYPES[place.dtype])
-        return torch.frombuffer(content, dtype=DTYPES[place.dtype]).view(place.shape)
 
 
 class SafetensorsSet(Format):

@@ -199,7 +199,8 @@ class _HashedStream:
     """A file with the methods that torch's writer calls."""
 
     def __init__(self, file: Any) -> None:
-        self._file, self.parts = file, list[tuple[int, int, str]]()
+        self._file = file
+        self.parts: list[tuple[int, int, str]] = []
         self._start = self._end = 0
         self._hash = xxhash.xxh3_64()
 
@@ -207,7 +208,8 @@ class _HashedStream:
         """Return the position, where another part begins."""
         if self._end > self._start:
             self.parts.append((self._start, self._end - self._start, self._hash.hexdigest()))
-            self._start, self._hash = self._end, xxhash.xxh3_64()
+            self._start = self._end
+            self._hash = xxhash.xxh3_64()
         return self._end
 
     def write(self, content: Any) -> int:

@@ -128,7 +128,8 @@ class Meeting:
             OSError: if rank 0 cannot listen at the place.
             RuntimeError: if nobody listens at the place in time.
         """
-        self._rank, self._is_alone = place.rank, place.is_alone
+        self._rank = place.rank
+        self._is_alone = place.is_alone
         store = _OwnStore() if place.is_alone else _open_store(place, deadline_s)
         self._store = SignedStore(store, lambda: place.token or _NO_TOKEN, _refuse)
 

@@ -142,7 +142,7 @@ def check_reach(node: str, found: Mapping[str, Trip | str]) -> list[Finding]:
         return [passed(_REACH, node, "the only node; its own listener answers")]
     most_s = max(trip.round_trip_s for trip in found.values() if isinstance(trip, Trip))
     level = "1 ms" if most_s < 1e-3 else "10 ms" if most_s < 1e-2 else f"{most_s * 1e3:.0f} ms"
-    others = f"{len(found)} other node{'s' * (len(found) > 1)}"
+    others = f"{len(found)} other {'node' if len(found) == 1 else 'nodes'}"
     return [passed(_REACH, node, f"{others}, round trips below {level}")]
 
 

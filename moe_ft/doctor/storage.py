@@ -176,7 +176,7 @@ def check_space(root: Storage, needed: int | None, num_checkpoints: int) -> list
         return [passed(_SPACE, _PLACE, f"an object store; {what or 'nothing is planned'}")]
     there = next(each for each in place.parents if each.exists())
     free, status = shutil.disk_usage(there).free, os.statvfs(there)
-    found = f"{size_text(free)} free{f', {what}' * bool(what)}"
+    found = ", ".join(filter(None, [f"{size_text(free)} free", what]))
     if status.f_files and status.f_favail < 1000:
         remedy = "Remove files, or name another --moe-ft-persist-dir."
         return [failed(_SPACE, _PLACE, f"room for {status.f_favail} more files", remedy)]

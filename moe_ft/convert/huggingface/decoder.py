@@ -406,14 +406,15 @@ class Decoder(Family):
         num_layers, num_further = settings["--num-layers"], settings.get("--mtp-num-layers") or 0
         # There, layers of further tokens follow the last one, and have copies of embedding and head.
         further = [f"{self.hub}layers.{num_layers + number}" for number in range(num_further)]
-        heads = tuple(f"{layer}.shared_head.head.weight" for layer in further)
+        heads = [f"{layer}.shared_head.head.weight" for layer in further]
+        embeddings = [f"{layer}.embed_tokens.weight" for layer in further]
         yield same(
             "embedding.word_embeddings.weight",
             f"{self.hub}embed_tokens.weight",
             shape,
             is_vocabulary=True,
-            copies=(*(f"{layer}.embed_tokens.weight" for layer in further), *heads * is_tied),
-            duplicates=(_HEAD,) * is_tied,
+            copies=(*embeddings, *heads) if is_tied else tuple(embeddings),
+            duplicates=(_HEAD,) if is_tied else (),
         )
         for number in range(num_layers):
             names = f"decoder.layers.{number}", f"{self.hub}layers.{number}"
@@ -422,7 +423,7 @@ class Decoder(Family):
         for number, theirs in enumerate(further):
             yield from self.further_layer(settings, f"mtp.layers.{number}", theirs)
         if not is_tied:
-            yield same("output_layer.weight", _HEAD, shape, copies=heads, is_vocabulary=True)
+            yield same("output_layer.weight", _HEAD, shape, copies=tuple(heads), is_vocabulary=True)
 
     def layer(
         self, settings: Settings, ours: str, theirs: str, number: int | None, *, has_experts: bool

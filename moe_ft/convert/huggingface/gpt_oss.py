@@ -79,7 +79,7 @@ class GptOss(decoder.Decoder):
         is_added = (
             settings.get("--moe-grouped-gemm") and settings.get("--transformer-impl") != "local"
         )
-        features = decoder.without(_FEATURES, *[_FUSION] * bool(is_added))
+        features = decoder.without(_FEATURES, _FUSION) if is_added else _FEATURES
         decoder.check_decoder(settings, self.model_type, features)
         decoder.check_number(settings, self.model_type, "--activation-func-clamp-value")
         decoder.router_settings(True, settings["--moe-router-topk"])

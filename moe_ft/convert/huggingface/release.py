@@ -81,11 +81,10 @@ class Release(SourceModel):
     def _check_copies(self, mapped: Mapped) -> None:
         for name in (*mapped.copies, *mapped.duplicates):
             if name in self.places and not self._are_equal(name, mapped.names[0]):
+                remedy = _REMEDY_OF_TIES if name in mapped.duplicates else ""
                 raise ConfigError(
                     f"{self.place}: {name} and {mapped.names[0]} must be equal, since Megatron has one "
-                    "tensor for both, and are not. There is no conversion of this model."
-                    + _REMEDY_OF_TIES
-                    * (name in mapped.duplicates)
+                    f"tensor for both, and are not. There is no conversion of this model.{remedy}"
                 )
 
     def _are_equal(self, name: str, other: str) -> bool:
@@ -144,7 +143,7 @@ def open_release(folder: AnyPath) -> Release:
         signature=signature_of({each.path for each in found.values()} | {folder / CONFIG_NAME}),
         mapped={name: each for each in listed for name in (each.tensor, *each.other_tensors)},
         places=places,
-        notes=(*_notes(family, left_out, len(found) - len(own)), *[made] * bool(made)),
+        notes=(*_notes(family, left_out, len(found) - len(own)), *filter(None, [made])),
     )
 
 
@@ -212,11 +211,12 @@ def _check(folder: AnyPath, listed: Sequence[Mapped], places: Mapping[str, Store
         ("has an unknown tensor:", sorted(set(places) - known)),
     ):
         if names:
+            is_prediction = problem == "lacks" and "eh_proj" in names[0]
+            others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+            remedy = _REMEDY_OF_PREDICTION if is_prediction else ""
             raise ConfigError(
-                f"{folder} {problem} {names[0]}"
-                + (f" (and {len(names) - 1} others)" if len(names) > 1 else "")
-                + f", by its {CONFIG_NAME}. Convert a checkpoint whose tensors are all of the model."
-                + _REMEDY_OF_PREDICTION * (problem == "lacks" and "eh_proj" in names[0])
+                f"{folder} {problem} {names[0]}{others}, by its {CONFIG_NAME}. Convert a checkpoint whose "
+                f"tensors are all of the model.{remedy}"
             )
     num_elements = sum(each.numel for each in places.values())
     for mapped in listed:

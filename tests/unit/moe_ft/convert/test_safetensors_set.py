@@ -20,7 +20,6 @@ from moe_ft.convert.safetensors_set import (
     NamedTensor,
     Stack,
     list_tensors,
-    read_tensor,
     write_tensors,
 )
 from moe_ft.convert.verifying import WrittenFile
@@ -135,7 +134,7 @@ def test_library_reads_every_tensor_in_whatever_order_they_came(tmp_path: Path, 
     found, ours = load_file(tmp_path / "file"), list_tensors(tmp_path / "file")
     assert set(found) == set(TENSORS)
     for name, (tensor, _) in TENSORS.items():
-        for read in (found[name], read_tensor(name, ours[name])):
+        for read in (found[name], ours[name].read(name)):
             assert read.dtype == tensor.dtype and torch.equal(read, tensor)
     with safe_open(tmp_path / "file", framework="pt") as opened:
         assert opened.metadata() == {"format": "pt"}
@@ -190,4 +189,4 @@ def test_object_that_is_cut_short_later_is_refused() -> None:
     place = list_tensors(remote(WHOLE))["d"]
     remote(WHOLE[: place.start])
     with pytest.raises(CorruptStateError, match=r"x.safetensors: d cannot be read"):
-        read_tensor("d", place)
+        place.read("d")
