@@ -470,3 +470,56 @@ class Decoder(Family):
     def experts(self, settings: Settings, ours: str, theirs: str) -> Iterator[Mapped]:
         """Yield the router and the experts of a layer."""
         return experts(settings, ours, theirs, self.expert_names)
+
+
+class ExpertsEverywhere(Decoder):
+    """Families with query groups and experts in all layers, of the size that a dense MLP would have.
+
+    Attributes:
+        features: of Megatron that its models have, where these are not PLAIN.
+        optional: flags of PLAIN of which they may have any value.
+        num_experts_key: in `config.json`.
+        written: values there that follow from no setting.
+    """
+
+    features: Mapping[str, Any] = MappingProxyType({})
+    optional: tuple[str, ...] = ()
+    num_experts_key = "num_experts"
+    written: Mapping[str, Any] = MappingProxyType({})
+
+    @override
+    def check(self, settings: Settings) -> None:
+        pattern = layer_frequency(moe_layers(settings))
+        features = {**without(PLAIN, *self.optional), **self.features, "--moe-layer-freq": 1}
+        check_decoder({**settings, "--moe-layer-freq": pattern}, self.model_type, features)
+
+    @override
+    def config(self, settings: Settings) -> dict[str, Any]:
+        return {
+            **decoder_config(settings),
+            "intermediate_size": expert_size(settings),
+            self.num_experts_key: settings["--num-experts"],
+            **self.written,
+        }
+
+    @override
+    def settings(self, config: Config) -> dict[str, Any]:
+        return self.common_settings(config, is_normalized=True)
+
+    def common_settings(
+        self,
+        config: Config,
+        *,
+        is_normalized: bool,
+        expected: Mapping[str, Any] = PLAIN_CONFIG,
+        rotation: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return the settings that the families share; the arguments are those of `decoder_settings`."""
+        return {
+            **decoder_settings(config, self.model_type, expected, rotation),
+            **router_settings(is_normalized, config["num_experts_per_tok"]),
+            "--ffn-hidden-size": config["intermediate_size"],
+            "--moe-ffn-hidden-size": config["intermediate_size"],
+            "--num-experts": num_experts(config),
+            "--moe-layer-freq": 1,
+        }

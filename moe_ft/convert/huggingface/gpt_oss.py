@@ -49,20 +49,21 @@ _LAYERS: Mapping[str, Any] = {
     "--mscale": 1.0,
     "--mscale-all-dim": 0.0,
 }
-_FEATURES: Mapping[str, Any] = {
-    **decoder.without(decoder.PLAIN, "--window-size", "--activation-func-clamp-value"),
-    **_LAYERS,
-    "--add-qkv-bias": (False, True),  # there is one already
-    "--moe-router-pre-softmax": False,
-    "--moe-layer-freq": 1,
-}
 
 
-class GptOss(decoder.Decoder):
+class GptOss(decoder.ExpertsEverywhere):
     """Experts in all layers, chosen by scores with a bias; their weights are the softmax over the chosen."""
 
     architecture = "GptOssForCausalLM"
     model_type = "gpt_oss"
+    features = MappingProxyType(
+        {
+            **_LAYERS,
+            "--add-qkv-bias": (False, True),  # there is one already
+            "--moe-router-pre-softmax": False,
+        }
+    )
+    optional = ("--window-size", "--activation-func-clamp-value")
     rules = MappingProxyType(
         {
             **STACKED,
@@ -74,13 +75,10 @@ class GptOss(decoder.Decoder):
 
     @override
     def check(self, settings: Settings) -> None:
-        pattern = decoder.layer_frequency(decoder.moe_layers(settings))
-        settings = {**settings, "--moe-layer-freq": pattern}
         is_added = (
             settings.get("--moe-grouped-gemm") and settings.get("--transformer-impl") != "local"
         )
-        features = decoder.without(_FEATURES, _FUSION) if is_added else _FEATURES
-        decoder.check_decoder(settings, self.model_type, features)
+        super().check({**settings, _FUSION: False} if is_added else settings)
         decoder.check_number(settings, self.model_type, "--activation-func-clamp-value")
         decoder.router_settings(True, settings["--moe-router-topk"])
         window = list(settings.get("--window-size") or ())
@@ -115,17 +113,12 @@ class GptOss(decoder.Decoder):
     def settings(self, config: Config) -> dict[str, Any]:
         plain = decoder.without(decoder.PLAIN_CONFIG, "sliding_window")
         expected = {**plain, "attention_bias": True, "swiglu_alpha": _ALPHA}
-        given = decoder.decoder_settings(
-            config, self.model_type, expected, rotation=_rotation(config, self.model_type)
-        )
+        rotation = _rotation(config, self.model_type)
         return {
-            **given,
-            **decoder.router_settings(True, config["num_experts_per_tok"]),
+            **self.common_settings(
+                config, is_normalized=True, expected=expected, rotation=rotation
+            ),
             **_LAYERS,
-            "--ffn-hidden-size": config["intermediate_size"],
-            "--moe-ffn-hidden-size": config["intermediate_size"],
-            "--num-experts": decoder.num_experts(config),
-            "--moe-layer-freq": 1,
             "--activation-func-clamp-value": config.get("swiglu_limit", 7.0),
             "--window-size": (config["sliding_window"] - 1, 0),
             "--window-attn-skip-freq": _window_frequency(config, self.model_type),

@@ -19,66 +19,29 @@ from moe_ft.convert.huggingface.mapping import (
 # Megatron has norms over all queries and keys only with layers from elsewhere: these are ours.
 SPEC = ["megatron.fault_tolerance.program.projection_norm", "layer_spec"]
 _SIGMOID = {"--moe-router-score-function": "sigmoid", "--moe-router-enable-expert-bias": True}
+_OF_MINIMAX = {
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "qk_norm_type": "per_layer",
+    "use_routing_bias": True,
+}
 _SHARED_SIZE = "--moe-shared-expert-intermediate-size"
 _SHARED_GATE = "--moe-shared-expert-gate"
 
 
-class _QueryGroups(decoder.Decoder):
-    """Settings of the families."""
-
-    def _settings(
-        self,
-        config: Config,
-        *,
-        is_normalized: bool,
-        expected: Mapping[str, Any] = decoder.PLAIN_CONFIG,
-        rotation: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Return the settings of experts in all layers, of the size of a dense MLP."""
-        return {
-            **decoder.decoder_settings(config, self.model_type, expected, rotation),
-            **decoder.router_settings(is_normalized, config["num_experts_per_tok"]),
-            "--ffn-hidden-size": config["intermediate_size"],
-            "--moe-ffn-hidden-size": config["intermediate_size"],
-            "--num-experts": decoder.num_experts(config),
-            "--moe-layer-freq": 1,
-        }
-
-    def _check_has_experts_everywhere(
-        self, settings: Settings, features: Settings, plain: Settings = decoder.PLAIN
-    ) -> None:
-        pattern = decoder.layer_frequency(decoder.moe_layers(settings))
-        features = {**plain, **features, "--moe-layer-freq": 1}
-        decoder.check_decoder({**settings, "--moe-layer-freq": pattern}, self.model_type, features)
-
-
-class Mixtral(_QueryGroups):
-    """Experts in all layers, and weights of the chosen experts that have the sum 1."""
+class Mixtral(decoder.ExpertsEverywhere):
+    """Weights of the chosen experts that have the sum 1."""
 
     architecture = "MixtralForCausalLM"
     model_type = "mixtral"
     moe = "block_sparse_moe"
     expert_names = ("w1", "w3", "w2")
-
-    @override
-    def check(self, settings: Settings) -> None:
-        self._check_has_experts_everywhere(settings, {"--moe-router-pre-softmax": False})
-
-    @override
-    def config(self, settings: Settings) -> dict[str, Any]:
-        return {
-            **decoder.decoder_config(settings),
-            "intermediate_size": decoder.expert_size(settings),
-            "num_local_experts": settings["--num-experts"],
-            "sliding_window": None,
-        }
-
-    @override
-    def settings(self, config: Config) -> dict[str, Any]:
-        return self._settings(config, is_normalized=True)
+    features = MappingProxyType({"--moe-router-pre-softmax": False})
+    num_experts_key = "num_local_experts"
+    written = MappingProxyType({"sliding_window": None})
 
 
-class Qwen3Moe(_QueryGroups):
+class Qwen3Moe(decoder.ExpertsEverywhere):
     """Layers with and without experts, and norms of each query and key."""
 
     architecture = "Qwen3MoeForCausalLM"
@@ -131,7 +94,7 @@ class Qwen3Moe(_QueryGroups):
                 _SHARED_GATE: True,
             }
         return {
-            **self._settings(config, is_normalized=is_normalized, expected=plain),
+            **self.common_settings(config, is_normalized=is_normalized, expected=plain),
             **own,
             "--moe-ffn-hidden-size": config["moe_intermediate_size"],
             "--moe-layer-freq": decoder.layer_frequency(has_experts),
@@ -184,15 +147,16 @@ class Qwen2Moe(Qwen3Moe):
     has_shared_expert = True
 
 
-class Olmoe(_QueryGroups):
-    """Experts in all layers, and norms over all queries and over all keys of a token."""
+class Olmoe(decoder.ExpertsEverywhere):
+    """Norms over all queries and over all keys of a token."""
 
     architecture = "OlmoeForCausalLM"
     model_type = "olmoe"
+    features = MappingProxyType({"--qk-layernorm": True, "--spec": SPEC})
 
     @override
     def check(self, settings: Settings) -> None:
-        self._check_has_experts_everywhere(settings, {"--qk-layernorm": True, "--spec": SPEC})
+        super().check(settings)
         size = settings["--hidden-size"] // settings["--num-attention-heads"]
         given = {"--kv-channels": decoder.head_size(settings)}
         expect(given, self.model_type, {"--kv-channels": size})
@@ -200,9 +164,7 @@ class Olmoe(_QueryGroups):
     @override
     def config(self, settings: Settings) -> dict[str, Any]:
         return {
-            **decoder.decoder_config(settings),
-            "intermediate_size": decoder.expert_size(settings),
-            "num_experts": settings["--num-experts"],
+            **super().config(settings),
             "norm_topk_prob": not settings.get("--moe-router-pre-softmax"),
             "attention_bias": False,
             "clip_qkv": None,
@@ -213,9 +175,8 @@ class Olmoe(_QueryGroups):
         size = config["hidden_size"] // config["num_attention_heads"]
         expect_config(config, self.model_type, {"head_dim": (size, None)})
         return {
-            **self._settings(config, is_normalized=config.get("norm_topk_prob", False)),
-            "--qk-layernorm": True,
-            "--spec": SPEC,
+            **self.common_settings(config, is_normalized=config.get("norm_topk_prob", False)),
+            **self.features,
         }
 
     @override
@@ -223,13 +184,16 @@ class Olmoe(_QueryGroups):
         return {"norms": _norms_of_projections(settings)}
 
 
-class MiniMaxM2(_QueryGroups):
+class MiniMaxM2(decoder.ExpertsEverywhere):
     """Sigmoid scores with a bias for the choice, norms as OLMoE's, and a rotation of a part of each head."""
 
     architecture = "MiniMaxM2ForCausalLM"
     model_type = "minimax_m2"
     moe = "block_sparse_moe"
     expert_names = ("w1", "w3", "w2")
+    features = MappingProxyType({**_SIGMOID, "--qk-layernorm": True, "--spec": SPEC})
+    optional = ("--rotary-percent",)
+    num_experts_key = "num_local_experts"
     rules = MappingProxyType(
         {
             "rotary_dim": ValueRule(least=2, limit=LONGEST, is_optional=True),
@@ -245,30 +209,22 @@ class MiniMaxM2(_QueryGroups):
 
     @override
     def check(self, settings: Settings) -> None:
-        features = {**_SIGMOID, "--qk-layernorm": True, "--spec": SPEC}
-        plain = decoder.without(decoder.PLAIN, "--rotary-percent")
-        self._check_has_experts_everywhere(settings, features, plain)
+        super().check(settings)
         decoder.router_settings(True, settings["--moe-router-topk"])
 
     @override
     def config(self, settings: Settings) -> dict[str, Any]:
         share = settings.get("--rotary-percent")
         return {
-            **decoder.decoder_config(settings),
-            "intermediate_size": decoder.expert_size(settings),
-            "num_local_experts": settings["--num-experts"],
+            **super().config(settings),
             "rotary_dim": int(decoder.head_size(settings) * (1.0 if share is None else share)),
-            "scoring_func": "sigmoid",
-            "use_qk_norm": True,
-            "qk_norm_type": "per_layer",
-            "use_routing_bias": True,
+            **_OF_MINIMAX,
         }
 
     @override
     def settings(self, config: Config) -> dict[str, Any]:
-        fixed = {"scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer"}
-        others = {"use_routing_bias": True, "shared_intermediate_size": (0, None)}
-        expect_config(config, self.model_type, {**fixed, **others})
+        expected = {**_OF_MINIMAX, "shared_intermediate_size": (0, None)}
+        expect_config(config, self.model_type, expected)
         parameters = config.get("rope_parameters") or {}
         share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
         if share is None:
@@ -276,16 +232,14 @@ class MiniMaxM2(_QueryGroups):
             share = (config.get("rotary_dim") or size) / size
         base = decoder.rope_base(config, self.model_type, is_partial=True)
         return {
-            **self._settings(
+            **self.common_settings(
                 config,
                 is_normalized=True,
                 expected=decoder.without(decoder.PLAIN_CONFIG, "partial_rotary_factor"),
                 rotation={"--rotary-base": base, "--rotary-percent": share},
             ),
-            **_SIGMOID,
+            **self.features,
             "--moe-router-dtype": "fp32",
-            "--qk-layernorm": True,
-            "--spec": SPEC,
         }
 
     @override
