@@ -105,9 +105,9 @@ def test_without_a_part_nothing_becomes_a_checkpoint(
 def test_other_node_is_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     job.own(0, 5)
     looks: list[set[int]] = []
-    missing = module._State.missing
+    missing = module._missing
 
-    def look(state: module._State, storage: Storage) -> set[int]:
+    def look(state: module.StateInMemory, storage: Storage) -> set[int]:
         looks.append(missing(state, storage))
         if len(looks) == 3:
             job.own(1, 5)
@@ -117,7 +117,7 @@ def test_other_node_is_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> 
             module._write_rank(found, 1, worker)
         return looks[-1]
 
-    monkeypatch.setattr(module._State, "missing", look)
+    monkeypatch.setattr(module, "_missing", look)
     monkeypatch.setattr(module, "_POLL_S", 0.01)
     assert job.rescue("--wait", "60") == DONE
     assert looks[0] == looks[2] == {1}
