@@ -367,7 +367,7 @@ class NodeChecks:
             token,
             self._examination.transfer_bytes,
             self._job.sent_bytes,
-            self._job.kept_by_peers,
+            what=self._job.kept_by_peers,
         )
 
     def _storage(self) -> list[Finding]:

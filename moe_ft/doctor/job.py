@@ -55,7 +55,7 @@ class ExaminedJob:
     @property
     def kept_by_peers(self) -> str:
         """Word for what peers keep of a rank."""
-        return "replicas" if self.config.memory.parity_nodes is None else "parity"
+        return "replicas" if self.config.memory.parity_nodes is None else "stripes of parity"
 
     @property
     def num_nodes(self) -> int:

@@ -169,16 +169,16 @@ def check_rates(
     token: str,
     num_bytes: int,
     snapshot_bytes: int | None,
-    what: str = "replicas",
     most_s: float = 1.0,
+    what: str = "replicas",
 ) -> list[Finding]:
     """Return a row on the bandwidth to each node that would keep state, one after the other.
 
     Args:
         peers: nodes that were reached.
-        what: that peers keep.
         snapshot_bytes: that the node sends to its peers after a snapshot; None if nothing is planned.
         most_s: seconds for each.
+        what: that peers keep.
     """
     rows = []
     for peer in peers:

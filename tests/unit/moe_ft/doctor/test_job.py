@@ -126,7 +126,7 @@ def test_job_with_parity_is_told_what_parity_covers_and_nothing_of_replicas(
     config = MoeFtConfig(memory=MemoryConfig(replicas="parity:4"))
     job = ExaminedJob(config=config, ranks=ranks)
     sent_to, row = place_on_nodes(job, list(nodes))
-    assert (row.result, job.kept_by_peers) == (result, "parity")
+    assert (row.result, job.kept_by_peers) == (result, "stripes of parity")
     assert found in row.found
     assert "copies go" not in row.remedy
     assert sent_to["a"] == (["b", "c", "d"] if result is Result.PASS else [])
