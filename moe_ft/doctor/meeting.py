@@ -1,4 +1,4 @@
-"""Where the processes of a doctor meet, and the values that they show each other there.
+"""Meetings of the processes of a doctor: their place, and the values that they show each other there.
 
 Places are torchrun's, SLURM's, or a process is alone. The store is torchrun's, or one that rank 0 opens at
 MASTER_ADDR and MASTER_PORT. Training meets at the same address. A process that stays silent is given up.
