@@ -309,7 +309,7 @@ def convert_here(request: dict[str, Any]) -> dict[str, float]:
     The peak is that above the memory before.
     """
     from moe_ft.commands.convert import keep_freed_memory
-    from moe_ft.convert.conversion import Conversion, convert
+    from moe_ft.convert.conversion import ConversionRequest, convert
 
     keep_freed_memory()  # as the command does
     torch.set_num_threads(1)
@@ -317,7 +317,7 @@ def convert_here(request: dict[str, Any]) -> dict[str, float]:
     before = status_bytes("VmRSS")
     num_read, begin = bytes_read(), time.perf_counter()
     with redirect_stderr(io.StringIO()):
-        convert(Conversion(**request))
+        convert(ConversionRequest(**request))
     seconds = time.perf_counter() - begin
     return {
         "seconds": seconds,

@@ -114,13 +114,13 @@ def run(options: argparse.Namespace) -> int:
         )
     silence_dependencies()
     # Here, since this is the only command that needs torch.
-    from moe_ft.convert.conversion import Conversion, convert
+    from moe_ft.convert.conversion import ConversionRequest, convert
     from moe_ft.convert.densify import densify
 
     keep_freed_memory()
     names = ("source", "destination", "to", "iteration", "what", "family", "dtype", "for_ep")
     given = {name: getattr(options, name) for name in names}
-    request = Conversion(**given, shard_bytes=max(1, int(options.shard_size * _GIB)))
+    request = ConversionRequest(**given, shard_bytes=max(1, int(options.shard_size * _GIB)))
     try:
         with reading(options.source, "SRC"):
             if options.densify and (

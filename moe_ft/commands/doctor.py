@@ -17,7 +17,7 @@ from moe_ft.config.stock_defects import (
 from moe_ft.doctor.examination import Examination
 from moe_ft.doctor.job import ExaminedJob
 from moe_ft.doctor.meeting import MeetingPlace, find_place
-from moe_ft.doctor.rows import Finding, Result, refused, warned
+from moe_ft.doctor.rows import CheckRow, Result, refused, warned
 from moe_ft.errors import ConfigError
 from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.planned_job import Measured, PlannedJob
@@ -126,7 +126,7 @@ def _read_job(
     )
 
 
-def _unplanned(error: ConfigError) -> Finding:
+def _unplanned(error: ConfigError) -> CheckRow:
     remedy = "Sizes are not compared with memory and storage; everything else is checked."
     return refused("plan", "command line", error, Result.WARN, remedy)
 
@@ -146,7 +146,7 @@ def _ranks(
 
 def _plan(
     command: TrainingCommand, ranks: tuple[int, int] | None
-) -> tuple[PlannedJob | None, Footprint | None, list[Finding]]:
+) -> tuple[PlannedJob | None, Footprint | None, list[CheckRow]]:
     """Return the job and the room that it needs, None if that is not known, and rows on why."""
     config = command.config
     kind = registry.kind_of(config.strategy.strategy)

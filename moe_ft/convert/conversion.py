@@ -27,7 +27,7 @@ from moe_ft.tables import table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Conversion:
+class ConversionRequest:
     """A conversion, as the command line gives it.
 
     Attributes:
@@ -58,7 +58,7 @@ _NOT_WRITTEN = {
 }
 
 
-def convert(conversion: Conversion, *, is_dry_run: bool = False) -> str:
+def convert(conversion: ConversionRequest, *, is_dry_run: bool = False) -> str:
     """Convert a checkpoint, or only list what would be written; return lines for people.
 
     Raises:
@@ -126,7 +126,7 @@ def open_model(directory: str, iteration: int | None = None) -> SourceModel:
     return model_of_run(open_source(directory.removeprefix("file://"), iteration))
 
 
-def _with_optimizer(conversion: Conversion, model: SourceModel) -> bool:
+def _with_optimizer(conversion: ConversionRequest, model: SourceModel) -> bool:
     """Return whether masters and moments are converted too."""
     is_possible = model.kind == "moe_ft" and conversion.to != "hf"
     optimizer = model.settings.get("--optimizer")
@@ -144,7 +144,7 @@ def _with_optimizer(conversion: Conversion, model: SourceModel) -> bool:
     return is_possible and conversion.what != "weights"
 
 
-def _format(conversion: Conversion, model: SourceModel, *, with_optimizer: bool) -> Format:
+def _format(conversion: ConversionRequest, model: SourceModel, *, with_optimizer: bool) -> Format:
     if conversion.family is not None and conversion.to != "hf":
         raise ConfigError(f"--family={conversion.family} is only for --to hf. Leave it out.")
     if conversion.to == "torch_dist":
@@ -155,7 +155,7 @@ def _format(conversion: Conversion, model: SourceModel, *, with_optimizer: bool)
 
 
 def _destination(
-    conversion: Conversion, model: SourceModel, items: Sequence[Item], what: str
+    conversion: ConversionRequest, model: SourceModel, items: Sequence[Item], what: str
 ) -> Destination:
     options = (conversion.to, what, conversion.dtype, conversion.for_ep, conversion.shard_bytes)
     listed = [(item.tensor.name, item.kind, item.dtype) for item in items]

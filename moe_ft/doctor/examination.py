@@ -42,7 +42,7 @@ from moe_ft.doctor.ranks import (
     find_facts,
 )
 from moe_ft.doctor.rows import (
-    Finding,
+    CheckRow,
     exit_code,
     failed,
     fold,
@@ -91,7 +91,7 @@ class Answering(msgspec.Struct, frozen=True):
 
 _FACTS = msgspec.json.Decoder(ProcessFacts)
 _ANSWERING = msgspec.json.Decoder(Answering)
-_ROWS_OF_A_NODE = msgspec.json.Decoder(list[Finding])
+_ROWS_OF_A_NODE = msgspec.json.Decoder(list[CheckRow])
 _WRITTEN_FILE = msgspec.json.Decoder(ProbeFile)
 _CODE = msgspec.json.Decoder(int)
 _FLAG = msgspec.json.Decoder(bool)
@@ -150,7 +150,7 @@ class Examination:
         self._print([failed("meeting", f"rank {self.place.rank}", line, remedy)])
         return 1
 
-    def _print(self, rows: list[Finding]) -> None:
+    def _print(self, rows: list[CheckRow]) -> None:
         if self.is_json:
             print(msgspec.json.format(msgspec.json.encode(rows)).decode(), flush=True)
         else:
@@ -192,7 +192,7 @@ class Examination:
         found = msgspec.structs.replace(facts, address=address, address_problem=problem)
         return listener, found
 
-    def _lead(self) -> list[Finding]:
+    def _lead(self) -> list[CheckRow]:
         """Show who answers, and return the rows that follow from facts of ranks. Rank 0 only."""
         ranks = range(self.place.world_size)
         found = self.meeting.collect("facts", ranks, self.end_of(_MET), _FACTS)
@@ -215,7 +215,7 @@ class Examination:
             rows.insert(0, failed("silent ranks", f"rank {join_nodes(silent)}", line, remedy))
         return rows
 
-    def _rows_of(self, everyone: list[ProcessFacts]) -> list[Finding]:
+    def _rows_of(self, everyone: list[ProcessFacts]) -> list[CheckRow]:
         job, environment = self.job, self.environment
         num_nodes = len({each.node for each in everyone}) if job.ranks is None else job.num_nodes
         return [
@@ -234,7 +234,7 @@ class Examination:
             *check_variables(everyone),
         ]
 
-    def _conclude(self, rows: list[Finding]) -> int:
+    def _conclude(self, rows: list[CheckRow]) -> int:
         """Print the table and tell the others the exit code. Rank 0 only."""
         assert self.answering is not None
         end_s, seconds = self.end_of(_ROWS), self.timeout_s * _ROWS
@@ -299,7 +299,7 @@ class NodeChecks:
         self._num_ranks = num_local if ranks is None else ranks[1]
         self._world_size = len(answering.nodes) * num_local if ranks is None else ranks[0]
 
-    def run(self) -> list[Finding]:
+    def run(self) -> list[CheckRow]:
         """Return all rows of this node."""
         rows = self._guarded("memory dir", self._memory, _NETWORK)
         rows += self._guarded("limits", self._limits, _NETWORK)
@@ -308,7 +308,9 @@ class NodeChecks:
             rows += self._guarded("storage", self._storage, _STORAGE)
         return rows
 
-    def _guarded(self, check: str, act: Callable[[], list[Finding]], part: float) -> list[Finding]:
+    def _guarded(
+        self, check: str, act: Callable[[], list[CheckRow]], part: float
+    ) -> list[CheckRow]:
         return guarded(check, self._node, act, self._examination.end_of(part))
 
     @property
@@ -337,14 +339,14 @@ class NodeChecks:
             launch=launch_of(os.environ),
         )
 
-    def _memory(self) -> list[Finding]:
+    def _memory(self) -> list[CheckRow]:
         return check_memory(self._site, self._num_ranks, self._job.node_bytes)
 
-    def _limits(self) -> list[Finding]:
+    def _limits(self) -> list[CheckRow]:
         stage_size = -(-self._world_size // self._job.num_stages)
         return check_limits(self._node, self._world_size, stage_size)
 
-    def _network(self) -> list[Finding]:
+    def _network(self) -> list[CheckRow]:
         peers, token = dict(self._nodes), self._examination.token
         own = peers.pop(self._node)
         found = reach_all(list(peers.values()) or [own], token)
@@ -370,12 +372,12 @@ class NodeChecks:
             what=self._job.kept_by_peers,
         )
 
-    def _storage(self) -> list[Finding]:
+    def _storage(self) -> list[CheckRow]:
         url = self._job.config.storage.persist_dir
         assert url is not None
         probe = ProbeDirectory(url)
         self._examination.opened.callback(probe.close)
-        rows: list[Finding] = []
+        rows: list[CheckRow] = []
         try:
             probe.open()
             if self._is_first:  # for all
@@ -386,12 +388,12 @@ class NodeChecks:
             rows.append(refused("storage", self._node, trouble_of(self._site, error).refusal))
         return rows + self._read(probe)
 
-    def _write(self, probe: ProbeDirectory) -> list[Finding]:
+    def _write(self, probe: ProbeDirectory) -> list[CheckRow]:
         written = write_file(probe.root, probe.speed_path, self._examination.transfer_bytes)
         self._examination.meeting.show("written", written)
         return check_write(self._node, written, self._job.checkpoint_bytes, self._job.saving_s)
 
-    def _read(self, probe: ProbeDirectory) -> list[Finding]:
+    def _read(self, probe: ProbeDirectory) -> list[CheckRow]:
         """Return the row of a read. No node removes anything before all have read."""
         written = self._collect("written", _WRITTEN, _WRITTEN_FILE)
         try:

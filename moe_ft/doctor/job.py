@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_ft.cluster.options import LEAVING_S
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of
-from moe_ft.doctor.rows import Finding, failed, passed, refused, warned
+from moe_ft.doctor.rows import CheckRow, failed, passed, refused, warned
 from moe_ft.errors import ConfigError, PlanError
 from moe_ft.failure_domains import find_domains
 from moe_ft.planning.host_memory import Footprint, num_replica_regions, regions_at_peers
@@ -39,7 +39,7 @@ class ExaminedJob:
 
     config: MoeFtConfig = MoeFtConfig()
     is_given: bool = False
-    rows: Sequence[Finding] = ()
+    rows: Sequence[CheckRow] = ()
     restarts: bool = False
     backend: str | None = None
     grace_s: float | None = None
@@ -99,7 +99,7 @@ class ExaminedJob:
         """Seconds that a planned end leaves to bring a checkpoint to storage; None if nothing says it."""
         return None if self.grace_s is None else max(0.0, self.grace_s - LEAVING_S)
 
-    def spare_row(self, num_nodes: int) -> Finding:
+    def spare_row(self, num_nodes: int) -> CheckRow:
         """Return the row on nodes beyond those that train.
 
         Args:
@@ -137,7 +137,7 @@ class ExaminedJob:
         return self.num_stored * self.footprint.checkpoint_bytes
 
 
-def place_on_nodes(job: ExaminedJob, nodes: Sequence[str]) -> tuple[dict[str, list[str]], Finding]:
+def place_on_nodes(job: ExaminedJob, nodes: Sequence[str]) -> tuple[dict[str, list[str]], CheckRow]:
     """Place what peers keep as the start of a job would: copies, or parity.
 
     Args:
@@ -177,7 +177,7 @@ def place_on_nodes(job: ExaminedJob, nodes: Sequence[str]) -> tuple[dict[str, li
     return found, problem or row
 
 
-def _place_copies(job: ExaminedJob, topology: Topology) -> tuple[_Peers, Finding]:
+def _place_copies(job: ExaminedJob, topology: Topology) -> tuple[_Peers, CheckRow]:
     factor = min(job.replication_factor(len(topology.nodes)), len(topology.nodes) - 1)
     has_pool = job.footprint is not None and job.footprint.share.pool_bytes > 0
     regions = num_replica_regions(regions_at_peers(job.config.memory, factor), has_pool=has_pool)
@@ -191,7 +191,7 @@ def _place_copies(job: ExaminedJob, topology: Topology) -> tuple[_Peers, Finding
     return peers, _row_of(survival, text)
 
 
-def _place_parity(job: ExaminedJob, topology: Topology) -> tuple[_Peers, Finding]:
+def _place_parity(job: ExaminedJob, topology: Topology) -> tuple[_Peers, CheckRow]:
     size = job.config.memory.parity_nodes
     assert size is not None
     try:
@@ -207,7 +207,7 @@ def _place_parity(job: ExaminedJob, topology: Topology) -> tuple[_Peers, Finding
     return peers, _row_of(survival_of(topology, groups), describe_parity(topology, groups))
 
 
-def _row_of(survival: Survival, text: str) -> Finding:
+def _row_of(survival: Survival, text: str) -> CheckRow:
     if survival.domain is False:
         return warned(_FAILURES, _ALL, text, "Take nodes of several failure domains.")
     return passed(_FAILURES, _ALL, text)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from moe_ft.config.fields import size_text
-from moe_ft.doctor.rows import Finding, Result, failed, passed, refused, warned
+from moe_ft.doctor.rows import CheckRow, Result, failed, passed, refused, warned
 from moe_ft.engine.descriptors import allow_descriptors
 from moe_ft.engine.memory.job_directory import file_system_type, huge_pages, node_directory
 from moe_ft.errors import BusyError, ConfigError
@@ -34,7 +34,7 @@ _FILES_OF_A_RANK = 64
 _MOST_NAMED = 3
 
 
-def check_memory(site: Site, num_ranks: int, needed: int | None) -> list[Finding]:
+def check_memory(site: Site, num_ranks: int, needed: int | None) -> list[CheckRow]:
     """Return rows on a node's memory directory.
 
     Args:
@@ -55,7 +55,7 @@ def check_memory(site: Site, num_ranks: int, needed: int | None) -> list[Finding
                 created.rmdir()
 
 
-def _claim(site: Site) -> Finding:
+def _claim(site: Site) -> CheckRow:
     """Take a rank's place for a job that is gone afterwards; raises ConfigError if that is refused."""
     name, place = f"moe_ft_doctor_{secrets.token_hex(8)}", site.config.memory.memory_dir
     # A node whose name is refused has none: it must not be taken for the job's own directory.
@@ -78,7 +78,7 @@ def _claim(site: Site) -> Finding:
         shutil.rmtree(gone, ignore_errors=True)
 
 
-def _room(site: Site, num_ranks: int, needed: int | None) -> list[Finding]:
+def _room(site: Site, num_ranks: int, needed: int | None) -> list[CheckRow]:
     """Return rows on what a start checks, on real memory, and on the number of files."""
     rows = []
     node, place = site.node, site.config.memory.memory_dir
@@ -108,7 +108,7 @@ def _room(site: Site, num_ranks: int, needed: int | None) -> list[Finding]:
     return rows or [passed(_ROOM, node, "; ".join(filter(None, [found, text])))]
 
 
-def _pages(site: Site) -> list[Finding]:
+def _pages(site: Site) -> list[CheckRow]:
     """Return a row on huge pages of a tmpfs: with them memory is touched and pinned several times faster."""
     option, mount_point = huge_pages(Path(site.config.memory.memory_dir))
     if not mount_point:
@@ -122,7 +122,7 @@ def _pages(site: Site) -> list[Finding]:
     elif option == "never" and "[force]" not in general:
         found = "none (huge=never)"
         remedy = f"GPU nodes start faster with mount -o remount,huge=within_size {mount_point}."
-    return [Finding(_PAGES, site.node, Result.PASS, found, remedy)]
+    return [CheckRow(_PAGES, site.node, Result.PASS, found, remedy)]
 
 
 def free_bytes(place: str, own_bytes: int) -> dict[str, tuple[int, str]]:
@@ -138,7 +138,7 @@ def free_bytes(place: str, own_bytes: int) -> dict[str, tuple[int, str]]:
     return found
 
 
-def _leftovers(node: str, place: Path) -> list[Finding]:
+def _leftovers(node: str, place: Path) -> list[CheckRow]:
     """Return a row on the memory of other jobs."""
     try:
         removable, left = clean(str(place), None, _LEAST_AGE_S)
@@ -154,7 +154,7 @@ def _leftovers(node: str, place: Path) -> list[Finding]:
     return [passed(_LEFT, node, "none")]
 
 
-def check_limits(node: str, world_size: int, stage_size: int) -> list[Finding]:
+def check_limits(node: str, world_size: int, stage_size: int) -> list[CheckRow]:
     """Return rows on the limits of this process, which are those of ranks that are started as it was.
 
     Args:
@@ -164,7 +164,7 @@ def check_limits(node: str, world_size: int, stage_size: int) -> list[Finding]:
     return [_locked_memory(node), _open_files(node, world_size, stage_size), _core_files(node)]
 
 
-def _locked_memory(node: str) -> Finding:
+def _locked_memory(node: str) -> CheckRow:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY:
         return passed(_LOCKED, node, "no limit")
@@ -176,7 +176,7 @@ def _locked_memory(node: str) -> Finding:
     return warned(_LOCKED, node, found, remedy)
 
 
-def _open_files(node: str, world_size: int, stage_size: int) -> Finding:
+def _open_files(node: str, world_size: int, stage_size: int) -> CheckRow:
     try:
         allow_descriptors(world_size, stage_size)
     except ConfigError as error:
@@ -186,7 +186,7 @@ def _open_files(node: str, world_size: int, stage_size: int) -> Finding:
     return passed(_OPEN_FILES, node, f"{limit}, enough for {world_size} ranks")
 
 
-def _core_files(node: str) -> Finding:
+def _core_files(node: str) -> CheckRow:
     limit = resource.getrlimit(resource.RLIMIT_CORE)[0]
     if limit == 0:
         return passed(_CORES, node, "none are written")

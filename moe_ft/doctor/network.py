@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.addresses import is_loopback
-from moe_ft.doctor.rows import Finding, failed, join_nodes, passed, rate_text, warned
+from moe_ft.doctor.rows import CheckRow, failed, join_nodes, passed, rate_text, warned
 from moe_ft.engine.links.messages import pass_over, receive
 from moe_ft.engine.links.peers import open_connection
 from moe_ft.engine.links.transport import CHUNK_BYTES, PROGRESS_TIMEOUT_S, Connection, Deadline
@@ -132,7 +132,7 @@ def _visit(peer: Peer, token: str) -> Trip | str:
         return f"{peer.address[0]}:{peer.address[1]}: {type(error).__name__}: {error}"
 
 
-def check_reach(node: str, found: Mapping[str, Trip | str]) -> list[Finding]:
+def check_reach(node: str, found: Mapping[str, Trip | str]) -> list[CheckRow]:
     """Return a row on the nodes that a node reaches, and on those that it does not."""
     lost = {name: reason for name, reason in found.items() if isinstance(reason, str)}
     if lost:
@@ -146,7 +146,7 @@ def check_reach(node: str, found: Mapping[str, Trip | str]) -> list[Finding]:
     return [passed(_REACH, node, f"{others}, round trips below {level}")]
 
 
-def check_clocks(node: str, found: Mapping[str, Trip | str]) -> list[Finding]:
+def check_clocks(node: str, found: Mapping[str, Trip | str]) -> list[CheckRow]:
     """Return a row on how far the clocks of other nodes are from that of this one."""
     trips = {name: trip for name, trip in found.items() if isinstance(trip, Trip)}
     if not trips:
@@ -171,7 +171,7 @@ def check_rates(
     snapshot_bytes: int | None,
     most_s: float = 1.0,
     what: str = "replicas",
-) -> list[Finding]:
+) -> list[CheckRow]:
     """Return a row on the bandwidth to each node that would keep state, one after the other.
 
     Args:
@@ -204,7 +204,7 @@ def check_rates(
 
 def check_group(
     node: str, own: str, environment: Mapping[str, str], host: str, devices: Path = _DEVICES
-) -> list[Finding]:
+) -> list[CheckRow]:
     """Return a row on the interface that gloo's groups use, by which ranks agree on checkpoints.
 
     Args:

@@ -12,7 +12,7 @@ import msgspec
 import moe_ft
 from moe_ft.config.config import MemoryConfig
 from moe_ft.doctor.meeting import MeetingPlace
-from moe_ft.doctor.rows import Finding, Result, failed, join_nodes, passed, refused, warned
+from moe_ft.doctor.rows import CheckRow, Result, failed, join_nodes, passed, refused, warned
 from moe_ft.errors import ConfigError
 from moe_ft.installation import versions
 from moe_ft.launches import shares_store
@@ -106,7 +106,7 @@ def count_gpus(environment: Mapping[str, str], devices: Path) -> int:
     )
 
 
-def check_names(everyone: Sequence[ProcessFacts], environment: Mapping[str, str]) -> list[Finding]:
+def check_names(everyone: Sequence[ProcessFacts], environment: Mapping[str, str]) -> list[CheckRow]:
     """Return rows on the names of nodes; all are taken to be in containers if this process is."""
     rows = [
         failed(_NODES, f"rank {facts.rank}", facts.node_problem, _GIVE_NAMES)
@@ -145,7 +145,9 @@ def _may_change(facts: ProcessFacts, environment: Mapping[str, str]) -> bool:
     return facts.node_source == "the host name" and bool(is_drawn)
 
 
-def check_ranks(everyone: Sequence[ProcessFacts], planned: tuple[int, int] | None) -> list[Finding]:
+def check_ranks(
+    everyone: Sequence[ProcessFacts], planned: tuple[int, int] | None
+) -> list[CheckRow]:
     """Return a row on the ranks of each node, and the nodes that training needs.
 
     Args:
@@ -171,7 +173,9 @@ def check_ranks(everyone: Sequence[ProcessFacts], planned: tuple[int, int] | Non
     return [passed(_RANKS, "all nodes", found)]
 
 
-def check_job(memory: MemoryConfig, environment: Mapping[str, str], *, is_planned: bool) -> Finding:
+def check_job(
+    memory: MemoryConfig, environment: Mapping[str, str], *, is_planned: bool
+) -> CheckRow:
     """Return a row on the name by which a restart finds its memory; planned if training's flags are known."""
     try:
         return passed(_JOB, "this job", memory.resolve_job_id(environment))
@@ -179,7 +183,7 @@ def check_job(memory: MemoryConfig, environment: Mapping[str, str], *, is_planne
         return refused(_JOB, "this job", error, Result.FAIL if is_planned else Result.WARN)
 
 
-def check_versions(everyone: Sequence[ProcessFacts]) -> list[Finding]:
+def check_versions(everyone: Sequence[ProcessFacts]) -> list[CheckRow]:
     """Return rows on the versions of all ranks that have answered."""
     names = sorted({name for facts in everyone for name in facts.versions})
     rows = [row for name in names for row in _compare(name, everyone)]
@@ -203,7 +207,7 @@ def check_versions(everyone: Sequence[ProcessFacts]) -> list[Finding]:
     return [passed(_VERSIONS, "all ranks", found)]
 
 
-def _compare(name: str, everyone: Sequence[ProcessFacts]) -> list[Finding]:
+def _compare(name: str, everyone: Sequence[ProcessFacts]) -> list[CheckRow]:
     holders: dict[str, list[ProcessFacts]] = {}
     for facts in everyone:
         holders.setdefault(facts.versions.get(name, "missing"), []).append(facts)
@@ -218,7 +222,7 @@ def _compare(name: str, everyone: Sequence[ProcessFacts]) -> list[Finding]:
     return [failed(_VERSIONS, "all ranks", f"{name}: {'; '.join(parts)}", remedy)]
 
 
-def check_gpus(everyone: Sequence[ProcessFacts], ranks_per_node: int | None) -> list[Finding]:
+def check_gpus(everyone: Sequence[ProcessFacts], ranks_per_node: int | None) -> list[CheckRow]:
     """Return a row on the GPUs of each node; `ranks_per_node` is None if it is not known."""
     rows = []
     most = max(facts.num_gpus for facts in everyone)
@@ -252,7 +256,7 @@ def check_store(
     restarts: bool = False,
     backend: str | None = None,
     is_alone: bool = False,
-) -> Finding:
+) -> CheckRow:
     """Return a row on torchrun's store: shared with ranks, it gives restarted ranks addresses of dead ones.
 
     Args:
@@ -277,7 +281,7 @@ def check_store(
     return passed(_STORE, "torchrun", f"no --max-restarts, which would need {VARIABLE}=1")
 
 
-def check_variables(everyone: Sequence[ProcessFacts]) -> list[Finding]:
+def check_variables(everyone: Sequence[ProcessFacts]) -> list[CheckRow]:
     """Return rows on variables that differ between ranks, or keep hangs from ending."""
     rows = []
     first = everyone[0]

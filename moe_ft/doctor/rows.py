@@ -24,7 +24,7 @@ class Result(StrEnum):
     FAIL = "fail"
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckRow(msgspec.Struct, frozen=True):
     """Outcome of one check at one place, such as a node, a rank or a directory."""
 
     check: str
@@ -34,33 +34,33 @@ class Finding(msgspec.Struct, frozen=True):
     remedy: str = ""
 
 
-def passed(check: str, where: str, found: str) -> Finding:
+def passed(check: str, where: str, found: str) -> CheckRow:
     """Return a row of something that is as it should be."""
-    return Finding(check, where, Result.PASS, found)
+    return CheckRow(check, where, Result.PASS, found)
 
 
-def warned(check: str, where: str, found: str, remedy: str) -> Finding:
+def warned(check: str, where: str, found: str, remedy: str) -> CheckRow:
     """Return a row of something that may cost time or safety later."""
-    return Finding(check, where, Result.WARN, found, remedy)
+    return CheckRow(check, where, Result.WARN, found, remedy)
 
 
-def failed(check: str, where: str, found: str, remedy: str) -> Finding:
+def failed(check: str, where: str, found: str, remedy: str) -> CheckRow:
     """Return a row of something with which the run would fail or lose state."""
-    return Finding(check, where, Result.FAIL, found, remedy)
+    return CheckRow(check, where, Result.FAIL, found, remedy)
 
 
 def refused(
     check: str, where: str, error: MoeFtError, result: Result = Result.FAIL, remedy: str = ""
-) -> Finding:
+) -> CheckRow:
     """Return a row of what a start would refuse; the last sentences of its message are the remedy."""
     # Without the node, which is in the row: those of several nodes are folded.
     found, _, advice = str(error).replace(f" on node {where}", "").partition(". ")
-    return Finding(check, where, result, found, remedy or advice)
+    return CheckRow(check, where, result, found, remedy or advice)
 
 
 def guarded(
-    check: str, where: str, act: Callable[[], Sequence[Finding]], deadline_s: float
-) -> list[Finding]:
+    check: str, where: str, act: Callable[[], Sequence[CheckRow]], deadline_s: float
+) -> list[CheckRow]:
     """Return the rows of a check, or one row that says why it gave none.
 
     Args:
@@ -81,9 +81,9 @@ def join_nodes(nodes: Sequence[str]) -> str:
     return f"{', '.join(nodes[:_MOST_NODES_NAMED])} and {len(nodes) - _MOST_NODES_NAMED} more"
 
 
-def fold(rows: Iterable[Finding]) -> list[Finding]:
+def fold(rows: Iterable[CheckRow]) -> list[CheckRow]:
     """Return fewer rows: one for all places with the same text, and an example where many pass."""
-    places: dict[Finding, list[str]] = {}
+    places: dict[CheckRow, list[str]] = {}
     for row in rows:
         places.setdefault(msgspec.structs.replace(row, where=""), []).append(row.where)
     folded = [
@@ -91,7 +91,7 @@ def fold(rows: Iterable[Finding]) -> list[Finding]:
         for row, where in places.items()
     ]
     order = {name: number for number, name in enumerate(dict.fromkeys(row.check for row in folded))}
-    kept: list[Finding] = []
+    kept: list[CheckRow] = []
     for name in order:
         own = [row for row in folded if row.check == name]
         good = [row for row in own if row.result is Result.PASS]
@@ -103,7 +103,7 @@ def fold(rows: Iterable[Finding]) -> list[Finding]:
     return sorted(kept, key=lambda row: order[row.check])
 
 
-def render(rows: Sequence[Finding]) -> str:
+def render(rows: Sequence[CheckRow]) -> str:
     """Return the table, and the number of each result."""
     cells = [(row.check, row.where, row.result.upper(), row.found, row.remedy) for row in rows]
     headers = ("check", "where", "result", "found", "remedy")
@@ -112,7 +112,7 @@ def render(rows: Sequence[Finding]) -> str:
     return f"{text}\n\n{counts}"
 
 
-def exit_code(rows: Iterable[Finding], *, strict: bool) -> int:
+def exit_code(rows: Iterable[CheckRow], *, strict: bool) -> int:
     """Return 1 if something failed or, if strict, something is to be warned of; else 0."""
     bad = {Result.FAIL, Result.WARN} if strict else {Result.FAIL}
     return int(any(row.result in bad for row in rows))

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.config.fields import size_text
-from moe_ft.doctor.rows import Finding, failed, passed, rate_text, refused, warned
+from moe_ft.doctor.rows import CheckRow, failed, passed, rate_text, refused, warned
 from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.storage_lock import (
     LOCK_NAME,
@@ -85,7 +85,7 @@ class ProbeDirectory:
                 directory.rmdir()
 
 
-def check_semantics(storage: Storage) -> list[Finding]:
+def check_semantics(storage: Storage) -> list[CheckRow]:
     """Return a row on what the product does with storage, done in an empty directory."""
     for name, act in _OPERATIONS.items():
         try:
@@ -142,7 +142,7 @@ _OPERATIONS = {
 }
 
 
-def check_lock(root: Storage, watch_s: float = _WATCH_S) -> list[Finding]:
+def check_lock(root: Storage, watch_s: float = _WATCH_S) -> list[CheckRow]:
     """Return a row on the lock of the persist directory, which a start would watch too, also one of its job.
 
     Args:
@@ -164,7 +164,7 @@ def check_lock(root: Storage, watch_s: float = _WATCH_S) -> list[Finding]:
     return [warned(_LOCK, _PLACE, found, remedy)]
 
 
-def check_space(root: Storage, needed: int | None, num_checkpoints: int) -> list[Finding]:
+def check_space(root: Storage, needed: int | None, num_checkpoints: int) -> list[CheckRow]:
     """Return a row on the room for checkpoints.
 
     Args:
@@ -226,7 +226,7 @@ def write_file(storage: Storage, path: str, num_bytes: int, most_s: float = 1.0)
 
 def check_write(
     node: str, written: ProbeFile, checkpoint_bytes: int | None, saving_s: float | None = None
-) -> list[Finding]:
+) -> list[CheckRow]:
     """Return a row on the speed of a write.
 
     Args:
@@ -247,7 +247,7 @@ def check_read(
     storage: Storage,
     written: Mapping[str, ProbeFile],
     checkpoint_bytes: int | None,
-) -> list[Finding]:
+) -> list[CheckRow]:
     """Return a row on reading the file of the next node; `written` has the same order on all nodes."""
     nodes = list(written)
     other = nodes[(nodes.index(node) + 1) % len(nodes)] if node in nodes else nodes[0]
@@ -271,7 +271,7 @@ def check_read(
 
 def _speed(
     check: str, node: str, num_bytes: int, seconds: float, checkpoint_bytes: int | None
-) -> Finding:
+) -> CheckRow:
     rate = num_bytes / max(seconds, 1e-9)
     found = rate_text(num_bytes, seconds)
     if checkpoint_bytes is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from megatron.core import dist_checkpointing
 
-from moe_ft.convert.conversion import Conversion, convert
+from moe_ft.convert.conversion import ConversionRequest, convert
 from moe_ft.errors import CorruptStateError
 from tests.demo_model import DEEPSEEK, layout_flags, model_flags
 from tests.jobs import CheckpointJob
@@ -112,7 +112,7 @@ class Runs:
         """Return where a converted checkpoint is, by default that of the middle."""
         folder = self._folder / f"converted_{for_ep}_{what}"
         convert(
-            Conversion(
+            ConversionRequest(
                 source=str(self.storage),
                 destination=str(folder),
                 to="torch_dist",
@@ -223,7 +223,7 @@ def test_partial_checkpoint_continues_with_the_ages_of_its_experts(place: Place)
     both = [place.folder / name for name in ("hf_of_ours", "hf_of_megatrons")]
     for source, to in zip((runs.storage, folder), both, strict=True):
         options: dict[str, Any] = {"to": "hf", "dtype": "fp32", "iteration": 2 * MIDDLE}
-        convert(Conversion(source=str(source), destination=str(to), **options))
+        convert(ConversionRequest(source=str(source), destination=str(to), **options))
         index = json.loads((to / "model.safetensors.index.json").read_text())
         assert index["metadata"]["moe_ft"]["unit_iterations"].items() >= ages.items()
     check_is_equal(*both)
@@ -252,7 +252,9 @@ def test_stock_megatron_takes_the_model_from_the_arguments_of_the_checkpoint(pla
 def test_memory_of_a_killed_job_is_converted(job: CheckpointJob) -> None:
     job.run("--moe-ft-inject-fault", "kill:1@4:before-step")
     folder = job.folder / "converted"
-    convert(Conversion(source=str(job.memory_dir), destination=str(folder), to="safetensors"))
+    convert(
+        ConversionRequest(source=str(job.memory_dir), destination=str(folder), to="safetensors")
+    )
     facts = json.loads((folder / "model.safetensors.index.json").read_text())["metadata"]["moe_ft"]
     assert facts["iteration"] in (3, 4)
     assert len([unit for unit in facts["unit_iterations"] if ".expert." in unit]) == 4 * 4
@@ -283,9 +285,9 @@ def test_masters_that_stock_megatron_has_shifted_are_refused(
         *(overlap if is_overlapped else []),
     )
     options: dict[str, Any] = {"source": str(saved), "to": "safetensors"}
-    line = convert(Conversion(**options, destination=str(place.folder / "weights")))
+    line = convert(ConversionRequest(**options, destination=str(place.folder / "weights")))
     assert "verified" in line
-    masters = Conversion(**options, destination=str(place.folder / "masters"), dtype="fp32")
+    masters = ConversionRequest(**options, destination=str(place.folder / "masters"), dtype="fp32")
     if is_overlapped:
         wanted = (
             r"the fp32 master of .* is not its weight, in \d+ of \d+ elements .*fully-reshardable"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moe_ft.convert.conversion import Conversion, convert
+from moe_ft.convert.conversion import ConversionRequest, convert
 from moe_ft.convert.huggingface.shared_experts import SPEC
 from tests.demo_model import DEEPSEEK, INDEXER, deepseek_flags
 from tests.jobs import CheckpointJob
@@ -38,7 +38,9 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, str | bool]]] = {
 
 def converted(source: Path, folder: Path, to: str) -> Path:
     convert(
-        Conversion(source=str(source), destination=str(folder), to=to, what="weights", dtype="fp32")
+        ConversionRequest(
+            source=str(source), destination=str(folder), to=to, what="weights", dtype="fp32"
+        )
     )
     return folder
 

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import pretrain_gpt_moe
-from moe_ft.convert.conversion import Conversion, convert
+from moe_ft.convert.conversion import ConversionRequest, convert
 from tests.demo_model import layout_flags
 from tests.harness import run_ranks
 from tests.megatron_logits import megatron_logits
@@ -194,7 +194,7 @@ def test_job_starts_from_a_model_and_its_checkpoints_become_one(
 
     weights = folder / "weights"
     convert(
-        Conversion(
+        ConversionRequest(
             source=str(folder / "storage"),
             destination=str(weights),
             to="torch_dist",

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from moe_ft.cli import main
-from moe_ft.convert.conversion import Conversion, convert
+from moe_ft.convert.conversion import ConversionRequest, convert
 from tests.harness import digests
 from tests.jobs import NUM_RANKS, CheckpointJob
 from tests.ports import free_port
@@ -30,7 +30,9 @@ CASES = {
 def contents(storage: Path, folder: Path) -> dict[str, bytes]:
     """Return the bytes of all tensors of a state after a conversion, masters and moments included."""
     convert(
-        Conversion(source=str(storage), destination=str(folder), to="safetensors", iteration=WHOLE)
+        ConversionRequest(
+            source=str(storage), destination=str(folder), to="safetensors", iteration=WHOLE
+        )
     )
     (path,) = folder.glob("*.safetensors")
     tensors = load_file(path)

@@ -45,7 +45,6 @@ _FACT, _TOKENS = "generation", ("bos_token_id", "eos_token_id", "pad_token_id")
 _MOST_BYTES = 16 << 20
 _LISTED = 6  # of what is different
 _ODD = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)  # of odd values
-_COST_OF_END = 24
 # Keys that no layer follows from.
 _SAYS_NOTHING = re.compile(
     r"_.*|.*(_token|_token_id|_id|_ids|_version|_size_limit|dtype|_coef|_dropout|_range)|auto_map|architectures"
@@ -94,22 +93,15 @@ def _nearest(config: dict[str, Any]) -> str:
     text = {**(inner if isinstance(inner, dict) else config), "quantization_config": None}
     best, most = "", 0
     for family in FAMILIES.values():
-        compared, cost = ComparedConfig(text, {**RULES, **family.rules}), 0
+        compared = ComparedConfig(text, {**RULES, **family.rules})
         try:
             family.settings(compared)
-        except (
-            MoeFtError,
-            LookupError,
-            ArithmeticError,
-            AttributeError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except (MoeFtError, *_ODD) as error:
             compared.differences.append(
                 str(error).partition(". ")[0].removeprefix("config.json has ")
             )
         different, read = [*dict.fromkeys(compared.differences)], compared.read
-        points = 3 * len(read.intersection(text)) - 4 * len(different) - cost
+        points = 3 * len(read.intersection(text)) - 4 * len(different)
         if points <= most or family.is_by_name or family.text_key:
             continue
         most = points

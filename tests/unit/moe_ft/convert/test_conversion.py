@@ -4,15 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.convert.conversion import Conversion, convert, open_model
+from moe_ft.convert.conversion import ConversionRequest, convert, open_model
 from moe_ft.convert.safetensors_set import SafetensorsSet
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.convert.models import LAYER
 from tests.unit.moe_ft.convert.test_megatron_checkpoint import TENSORS, save
 
 
-def request(checkpoints: Path, folder: Path, to: str = "safetensors") -> Conversion:
-    return Conversion(source=str(checkpoints), destination=str(folder), to=to, shard_bytes=1000)
+def request(checkpoints: Path, folder: Path, to: str = "safetensors") -> ConversionRequest:
+    return ConversionRequest(
+        source=str(checkpoints), destination=str(folder), to=to, shard_bytes=1000
+    )
 
 
 @pytest.mark.parametrize("to", ["safetensors", "torch_dist"])

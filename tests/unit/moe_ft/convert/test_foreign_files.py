@@ -9,7 +9,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from moe_ft.convert.conversion import Conversion, convert, open_model
+from moe_ft.convert.conversion import ConversionRequest, convert, open_model
 from moe_ft.convert.foreign_files import (
     path_of,
     place_in,
@@ -126,7 +126,7 @@ def folder_of(saved_once: Path, checkpoints: Path, tmp_path: Path) -> Callable[[
         if kind == "hf":
             return saved_once
         folder = tmp_path / "torch_dist"
-        convert(Conversion(source=str(saved_once), destination=str(folder), to="torch_dist"))
+        convert(ConversionRequest(source=str(saved_once), destination=str(folder), to="torch_dist"))
         return folder
 
     return make
@@ -150,10 +150,10 @@ def test_source_at_a_url_is_converted_like_a_folder(
     folder = folder_of(kind)
     url = upload(folder, s3)
     places = [tmp_path / "of_folder", tmp_path / "of_url"]
-    convert(Conversion(source=str(folder), destination=str(places[0]), to=SOURCES[kind]))
+    convert(ConversionRequest(source=str(folder), destination=str(places[0]), to=SOURCES[kind]))
     source = f"{url}/iter_0000004" if kind == "run" and is_late else url
     with s3.listing_late("here" if is_late else "nothing"):
-        convert(Conversion(source=source, destination=str(places[1]), to=SOURCES[kind]))
+        convert(ConversionRequest(source=source, destination=str(places[1]), to=SOURCES[kind]))
     found, expected = map(contents, places[::-1])
     assert found == expected
     assert found

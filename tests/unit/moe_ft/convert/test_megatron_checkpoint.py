@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from moe_ft.convert.conversion import Conversion, convert
+from moe_ft.convert.conversion import ConversionRequest, convert
 from moe_ft.convert.megatron_checkpoint import open_megatron_checkpoint
 from moe_ft.errors import ConfigError, CorruptStateError
 
@@ -97,7 +97,11 @@ def with_master(
 def converted(source: Path, dtype: str | None = "fp32") -> torch.Tensor:
     """Convert a checkpoint with one weight to safetensors; return it."""
     folder = source.parent / "out"
-    convert(Conversion(source=str(source), destination=str(folder), to="safetensors", dtype=dtype))
+    convert(
+        ConversionRequest(
+            source=str(source), destination=str(folder), to="safetensors", dtype=dtype
+        )
+    )
     (found,) = load_file(folder / "model-00001-of-00001.safetensors").items()
     assert found[0] == f"final-norm/{NORM}"
     return found[1]
@@ -161,7 +165,9 @@ def test_masters_that_cannot_be_read_or_checked_are_refused(
 
 def test_megatron_needs_no_checkpoint_of_its_own(tmp_path: Path) -> None:
     source = save(tmp_path / "src", TENSORS)
-    request = Conversion(source=str(source), destination=str(tmp_path / "out"), to="torch_dist")
+    request = ConversionRequest(
+        source=str(source), destination=str(tmp_path / "out"), to="torch_dist"
+    )
     with pytest.raises(ConfigError, match="--to=torch_dist: .* is a torch_dist checkpoint"):
         convert(request)
 

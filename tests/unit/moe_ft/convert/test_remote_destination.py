@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load
 
 from moe_ft.convert import destination as destinations
-from moe_ft.convert.conversion import Conversion, convert
+from moe_ft.convert.conversion import ConversionRequest, convert
 from moe_ft.convert.destination import RemoteDestination
 from moe_ft.engine.persist import storage_lock
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
@@ -41,10 +41,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def request_(checkpoints: Path, s3: ObjectStore) -> Conversion:
+def request_(checkpoints: Path, s3: ObjectStore) -> ConversionRequest:
     """Return a conversion into a new place of the store, in several shards."""
     url = f"{s3.bucket()}/some/dst"
-    return Conversion(source=str(checkpoints), destination=url, to="safetensors", shard_bytes=1000)
+    return ConversionRequest(
+        source=str(checkpoints), destination=url, to="safetensors", shard_bytes=1000
+    )
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, kind: type[BaseException]) -> None:
@@ -61,7 +63,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, kind: type[BaseExcep
 
 @pytest.mark.parametrize("to", MARKERS)
 def test_store_gets_the_same_files_as_a_folder(
-    to: str, request_: Conversion, tmp_path: Path
+    to: str, request_: ConversionRequest, tmp_path: Path
 ) -> None:
     request = replace(request_, to=to)
     assert f"{request.destination}: iteration 4 as {to}" in convert(request)
@@ -83,7 +85,11 @@ def test_store_gets_the_same_files_as_a_folder(
     ("to", "number"), [("safetensors", 0), ("safetensors", 2), ("torch_dist", -1)]
 )
 def test_interrupted_conversion_is_no_checkpoint_and_continues(
-    to: str, number: int, request_: Conversion, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    to: str,
+    number: int,
+    request_: ConversionRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     request = replace(request_, to=to)
     expected = request.destination + "_expected"
@@ -111,7 +117,7 @@ def test_interrupted_conversion_is_no_checkpoint_and_continues(
 
 @pytest.mark.parametrize("is_gone", [True, False])
 def test_shard_that_is_gone_or_written_again_is_uploaded_again(
-    is_gone: bool, request_: Conversion, monkeypatch: pytest.MonkeyPatch
+    is_gone: bool, request_: ConversionRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         interrupt(patch, 2, KeyboardInterrupt)
@@ -127,7 +133,7 @@ def test_shard_that_is_gone_or_written_again_is_uploaded_again(
 
 
 def test_error_of_the_store_leaves_what_the_same_command_continues(
-    request_: Conversion, s3: ObjectStore
+    request_: ConversionRequest, s3: ObjectStore
 ) -> None:
     with (
         s3.failing("AccessDenied", "PUT", part="model-00003"),
@@ -143,7 +149,7 @@ def test_error_of_the_store_leaves_what_the_same_command_continues(
 
 
 def test_error_of_the_source_leaves_nothing(
-    request_: Conversion, monkeypatch: pytest.MonkeyPatch
+    request_: ConversionRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(monkeypatch, 2, CorruptStateError)
     with pytest.raises(CorruptStateError, match="on purpose"):
@@ -159,7 +165,7 @@ def spoil(url: str) -> None:
 
 
 def test_object_that_is_not_what_was_uploaded_is_found(
-    request_: Conversion, monkeypatch: pytest.MonkeyPatch
+    request_: ConversionRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = Storage.write
 
@@ -180,7 +186,7 @@ def test_object_that_is_not_what_was_uploaded_is_found(
     ],
 )
 def test_place_of_others_is_left_alone(
-    name: str, content: bytes, message: str, request_: Conversion
+    name: str, content: bytes, message: str, request_: ConversionRequest
 ) -> None:
     url = request_.destination
     fsspec.core.url_to_fs(url)[0].pipe_file(f"{url}/{name}", content)
@@ -189,7 +195,7 @@ def test_place_of_others_is_left_alone(
     assert files(url) == {name: content}
 
 
-def begin(request: Conversion, plan: str = "plan") -> RemoteDestination:
+def begin(request: ConversionRequest, plan: str = "plan") -> RemoteDestination:
     """Return the destination of a conversion, checked."""
     destination = RemoteDestination(request.destination, plan, plan, 1000)
     destination.check(1)
@@ -198,7 +204,7 @@ def begin(request: Conversion, plan: str = "plan") -> RemoteDestination:
 
 @pytest.mark.parametrize("plan", ["plan", "other"])
 def test_conversion_that_is_started_twice_is_refused_while_the_first_lives(
-    plan: str, request_: Conversion, monkeypatch: pytest.MonkeyPatch
+    plan: str, request_: ConversionRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_lock, "LOCK_RENEWAL_S", 0.01)
     first, second = begin(request_), begin(request_, plan)
@@ -213,7 +219,7 @@ def test_conversion_that_is_started_twice_is_refused_while_the_first_lives(
 
 
 def test_conversion_that_was_killed_is_continued_and_leaves_no_files_here(
-    request_: Conversion, monkeypatch: pytest.MonkeyPatch
+    request_: ConversionRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = begin(request_)
     writing = killed.writing()
@@ -231,7 +237,7 @@ def test_conversion_that_was_killed_is_continued_and_leaves_no_files_here(
 
 
 def test_conversion_that_lost_its_place_ends_and_removes_nothing(
-    request_: Conversion, monkeypatch: pytest.MonkeyPatch
+    request_: ConversionRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = begin(request_)
     with pytest.raises(LockLostError, match="another conversion has taken over"), stopped.writing():
@@ -258,7 +264,7 @@ def test_url_that_names_no_place_is_refused(url: str, message: str) -> None:
         RemoteDestination(url, "plan", "it", 1000)
 
 
-def test_too_little_room_for_files_on_their_way_is_found_first(request_: Conversion) -> None:
+def test_too_little_room_for_files_on_their_way_is_found_first(request_: ConversionRequest) -> None:
     destination = RemoteDestination(request_.destination, "plan", "it", 1 << 60)
     with pytest.raises(ConfigError, match="bytes free, and files on their way to DST=s3://"):
         destination.check(1 << 60)
@@ -266,5 +272,5 @@ def test_too_little_room_for_files_on_their_way_is_found_first(request_: Convers
 
 def test_url_of_a_folder_is_that_folder(checkpoints: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'out'}"
-    convert(Conversion(source=str(checkpoints), destination=url, to="safetensors"))
+    convert(ConversionRequest(source=str(checkpoints), destination=url, to="safetensors"))
     assert (tmp_path / "out" / MARKERS["safetensors"]).exists()

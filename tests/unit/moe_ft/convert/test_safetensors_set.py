@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from moe_ft.convert.conversion import Conversion, convert
+from moe_ft.convert.conversion import ConversionRequest, convert
 from moe_ft.convert.foreign_files import RemotePath
 from moe_ft.convert.safetensors_set import (
     INDEX_NAME,
@@ -33,7 +33,7 @@ from tests.unit.moe_ft.convert.models import known_tensors, persist_model
 
 def converted(checkpoints: Path, folder: Path, **options: Any) -> dict[str, Any]:
     """Convert to a set and return its index."""
-    request = Conversion(
+    request = ConversionRequest(
         source=str(checkpoints), destination=str(folder), to="safetensors", **options
     )
     convert(request)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from moe_ft.config.stock_defects import SHARED_RANDOM_STATE
 from moe_ft.convert import torch_dist
-from moe_ft.convert.conversion import Conversion, convert
+from moe_ft.convert.conversion import ConversionRequest, convert
 from moe_ft.errors import CorruptStateError
 from tests.unit.moe_ft.convert.flips import flip_written_bytes
 from tests.unit.moe_ft.convert.models import BIAS, ITERATION, LAYER, MODEL, OBJECT, known_tensors
@@ -28,7 +28,7 @@ KEYS = {"param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 
 
 def converted(checkpoints: Path, folder: Path, **options: Any) -> Path:
-    request = Conversion(
+    request = ConversionRequest(
         source=str(checkpoints), destination=str(folder), to="torch_dist", **options
     )
     convert(request)
@@ -42,7 +42,7 @@ def test_one_random_state_for_all_expert_parallel_ranks_is_said(
         [(2, "all", True), (1, "all", False), (2, "weights", False)]
     ):
         folder = str(tmp_path / str(number))
-        given = Conversion(source=str(checkpoints), destination=folder, to="torch_dist")
+        given = ConversionRequest(source=str(checkpoints), destination=folder, to="torch_dist")
         lines = convert(replace(given, for_ep=for_ep, what=what)).splitlines()
         assert (lines[-1] == SHARED_RANDOM_STATE) == is_said
 

@@ -14,13 +14,13 @@ import pytest
 
 from moe_ft.doctor import machine
 from moe_ft.doctor.machine import check_memory
-from moe_ft.doctor.rows import Finding, Result
+from moe_ft.doctor.rows import CheckRow, Result
 from tests.unit.moe_ft.recovery.jobs import leave_job, site_of
 
 MIB = 1 << 20
 
 
-def check(place: Path, needed: int | None = MIB, limit: str | None = None) -> dict[str, Finding]:
+def check(place: Path, needed: int | None = MIB, limit: str | None = None) -> dict[str, CheckRow]:
     """Return the rows by check."""
     site = site_of(place, limit=limit)
     return {row.check: row for row in check_memory(site, 2, needed)}

@@ -10,11 +10,11 @@ from moe_ft.doctor.examination import Answering, Examination, NodeChecks
 from moe_ft.doctor.job import ExaminedJob
 from moe_ft.doctor.meeting import Meeting, MeetingPlace
 from moe_ft.doctor.network import Peer
-from moe_ft.doctor.rows import Finding, Result
+from moe_ft.doctor.rows import CheckRow, Result
 from tests.unit.moe_ft.peer import TOKEN
 
 
-def check(address: tuple[str, int], memory_dir: Path, persist_dir: str | None) -> list[Finding]:
+def check(address: tuple[str, int], memory_dir: Path, persist_dir: str | None) -> list[CheckRow]:
     """Return the rows of a lone node."""
     config = MoeFtConfig(
         memory=MemoryConfig(memory_dir=str(memory_dir), job_id="a"),

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from moe_ft.doctor.rows import (
-    Finding,
+    CheckRow,
     Result,
     exit_code,
     failed,
@@ -59,7 +59,7 @@ def test_checks_stay_in_their_order() -> None:
     ],
 )
 def test_exit_code_tells_failures_and_if_strict_warnings(
-    rows: list[Finding], strict: bool, code: int
+    rows: list[CheckRow], strict: bool, code: int
 ) -> None:
     assert exit_code(rows, strict=strict) == code
 
@@ -71,7 +71,7 @@ def test_table_has_every_row_and_counts_results() -> None:
 
 
 def test_check_that_raises_is_a_failure_with_the_reason() -> None:
-    def act() -> list[Finding]:
+    def act() -> list[CheckRow]:
         raise OSError("no disk")
 
     (row,) = guarded("disk", "n0", act, time.monotonic() + 30)

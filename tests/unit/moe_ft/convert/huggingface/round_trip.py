@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from moe_ft.convert.conversion import Conversion, convert
+from moe_ft.convert.conversion import ConversionRequest, convert
 from tests.megatron_logits import megatron_logits
 
 TOLERANCE = 1e-5
@@ -57,7 +57,9 @@ def converted(source: Path, to: str, **options: Any) -> tuple[Path, str]:
     """Return the folder of a conversion and what it has printed."""
     folder = source.with_name(f"{source.name}_{to}")
     options = {"shard_bytes": SHARD_BYTES, **options}
-    printed = convert(Conversion(source=str(source), destination=str(folder), to=to, **options))
+    printed = convert(
+        ConversionRequest(source=str(source), destination=str(folder), to=to, **options)
+    )
     return folder, printed
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe_ft.cli import main
-from moe_ft.convert.conversion import Conversion, convert
+from moe_ft.convert.conversion import ConversionRequest, convert
 from moe_ft.convert.huggingface.release import open_release
 from moe_ft.convert.model import MegatronState
 from moe_ft.errors import ConfigError, CorruptStateError
@@ -139,7 +139,9 @@ def test_head_of_a_tied_model_must_be_its_embedding(
     head[3, 4] = 0.0 if is_same else -0.0
     changes = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
     change_tensors(saved, lambda tensors: tensors.update(changes))
-    request = Conversion(source=str(saved), destination=str(tmp_path / "out"), to="torch_dist")
+    request = ConversionRequest(
+        source=str(saved), destination=str(tmp_path / "out"), to="torch_dist"
+    )
     if is_same:
         assert "verified" in convert(request)
     else:
@@ -186,7 +188,7 @@ def test_conversion_that_makes_no_sense_is_refused(
     options: dict[str, Any], message: str, saved: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        convert(Conversion(source=str(saved), destination=str(tmp_path / "out"), **options))
+        convert(ConversionRequest(source=str(saved), destination=str(tmp_path / "out"), **options))
     assert not list(tmp_path.glob("out*"))
 
 

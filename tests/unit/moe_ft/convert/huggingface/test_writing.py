@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ft.convert.conversion import Conversion, convert, open_model
+from moe_ft.convert.conversion import ConversionRequest, convert, open_model
 from moe_ft.convert.huggingface.config_file import FAMILIES
 from moe_ft.convert.huggingface.release import open_release
 from moe_ft.convert.huggingface.writing import HuggingFace, choose_family
@@ -112,7 +112,7 @@ def test_norm_with_two_names_is_written_once(checkpoint: Path) -> None:
 
 
 def test_dry_run_lists_names_of_the_hub(checkpoint: Path, tmp_path: Path) -> None:
-    request = Conversion(source=str(checkpoint), destination=str(tmp_path / "out"), to="hf")
+    request = ConversionRequest(source=str(checkpoint), destination=str(tmp_path / "out"), to="hf")
     lines = convert(request, is_dry_run=True).splitlines()
     (line,) = (each for each in lines if "experts.3.w1.weight" in each and "layers.1." in each)
     assert "layer.1.expert.3" in line
@@ -122,7 +122,9 @@ def test_dry_run_lists_names_of_the_hub(checkpoint: Path, tmp_path: Path) -> Non
 
 def test_type_of_the_weights_is_in_the_config(checkpoint: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    convert(Conversion(source=str(checkpoint), destination=str(folder), to="hf", dtype="bf16"))
+    convert(
+        ConversionRequest(source=str(checkpoint), destination=str(folder), to="hf", dtype="bf16")
+    )
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert str(loaded(folder).dtype) == "torch.bfloat16"
     assert {each.dtype for each in open_release(folder).places.values()} == {"BF16"}
