@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import Any, override
@@ -171,3 +171,9 @@ def _log(level: int, line: str) -> None:
         LOGGER.callHandlers(record)
     else:
         _handler.handle(record)
+
+
+def some_of(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Return the first of some texts, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return separator.join(texts[:most]) + more

@@ -24,6 +24,7 @@ from moe_ft.commands.report_summary import (
 )
 from moe_ft.commands.report_trace import open_trace
 from moe_ft.config.fields import size_text
+from moe_ft.saying import some_of
 from moe_ft.tables import table, terminal_width
 
 _MOST_HOSTS = 8
@@ -143,9 +144,7 @@ def _job(job: ReportedJob) -> Iterator[tuple[str, str]]:
         layout = ", ".join(f"{name} {num}" for name, num in degrees.items() if num)
         yield "layout", f"{job.num_ranks} ranks" + (f": {layout}" if layout else "")
     if job.hosts:
-        more = len(job.hosts) - _MOST_HOSTS
-        named = ", ".join(job.hosts[:_MOST_HOSTS]) + (f" and {more} more" if more > 0 else "")
-        yield "hosts", f"{len(job.hosts)}: {named}"
+        yield "hosts", f"{len(job.hosts)}: {some_of(job.hosts, _MOST_HOSTS)}"
     versions = {
         "moe_ft": job.moe_ft_version,
         "Megatron": job.megatron_version,

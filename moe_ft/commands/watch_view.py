@@ -20,7 +20,7 @@ from moe_ft.loop.event_fold import FollowedRun, RankFold
 from moe_ft.loop.stragglers import find_stragglers
 from moe_ft.planning.time_shares import Spent, TimeShares
 from moe_ft.processes import has_ended
-from moe_ft.saying import escape
+from moe_ft.saying import escape, some_of
 
 _MOST_BYTES = 16 << 20  # of each file at a time: a long log is shown while it is read
 _SILENT_S = 30.0  # without an event, at least, before a rank is called silent
@@ -266,9 +266,7 @@ def _named(ranks: Sequence[int]) -> str:
     """Return some ranks and the verb that follows, the first ones of many."""
     if len(ranks) == 1:
         return f"rank {ranks[0]} has"
-    more = len(ranks) - _MOST_NAMED
-    named = ", ".join(map(str, ranks[:_MOST_NAMED])) + (f" and {more} more" if more > 0 else "")
-    return f"ranks {named} have"
+    return f"ranks {some_of([*map(str, ranks)], _MOST_NAMED)} have"
 
 
 def _sparkline(rank: RankFold, most_bars: int) -> str:

@@ -197,11 +197,13 @@ def _place_parity(job: ExaminedJob, topology: Topology) -> tuple[_Peers, CheckRo
     try:
         groups = place_parity(topology, size)
     except PlanError as error:
-        remedy = f"Use nodes with as many ranks each, or give {flag_of('replicas')} copies."
         text = f"{flag_of('replicas')}={job.config.memory.replicas}: {error}"
-        # With all of its nodes a start refuses it.
-        is_whole = job.ranks is not None and len(topology.nodes) >= job.num_nodes
-        row = (failed if is_whole else warned)(_FAILURES, _ALL, text, remedy)
+        # A start refuses it only with all of its nodes.
+        if job.ranks is None or len(topology.nodes) < job.num_nodes:
+            row = warned(_FAILURES, _ALL, text, "Start doctor on all nodes of the job.")
+        else:
+            remedy = f"Use nodes with as many ranks each, or give {flag_of('replicas')} copies."
+            row = failed(_FAILURES, _ALL, text, remedy)
         return [()] * len(topology.ranks), row
     peers = [each.others(rank) for rank, each in enumerate(groups)]
     return peers, _row_of(survival_of(topology, groups), describe_parity(topology, groups))

@@ -23,6 +23,7 @@ from moe_ft.free_memory import free_memory
 from moe_ft.recovery.inspect.cleaning import clean
 from moe_ft.recovery.job_memory import check_room, measure, take_place, why_slow
 from moe_ft.recovery.site import Site
+from moe_ft.saying import some_of
 
 CORE_PATTERN = Path("/proc/sys/kernel/core_pattern")
 SHMEM_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -145,8 +146,7 @@ def _leftovers(node: str, place: Path) -> list[CheckRow]:
     except ConfigError as error:
         return [refused(_LEFT, node, error, Result.WARN)]
     if removable:
-        more = f" and {len(removable) - _MOST_NAMED} more" if len(removable) > _MOST_NAMED else ""
-        found = f"dead: {'; '.join(removable[:_MOST_NAMED])}{more}"
+        found = f"dead: {some_of(removable, _MOST_NAMED, '; ')}"
         remedy = f"python -m moe_ft clean --memory-dir {place} --remove"
         return [warned(_LEFT, node, found, remedy)]
     if left:

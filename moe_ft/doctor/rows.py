@@ -9,6 +9,7 @@ import msgspec
 
 from moe_ft.errors import MoeFtError
 from moe_ft.files.progress import call_within
+from moe_ft.saying import some_of
 from moe_ft.tables import table, terminal_width
 
 _MOST_NODES_NAMED = 3
@@ -76,9 +77,7 @@ def guarded(
 
 def join_nodes(nodes: Sequence[str]) -> str:
     """Return names for a cell of the table."""
-    if len(nodes) <= _MOST_NODES_NAMED:
-        return ", ".join(nodes)
-    return f"{', '.join(nodes[:_MOST_NODES_NAMED])} and {len(nodes) - _MOST_NODES_NAMED} more"
+    return some_of(nodes, _MOST_NODES_NAMED)
 
 
 def fold(rows: Iterable[CheckRow]) -> list[CheckRow]:

@@ -8,7 +8,7 @@ from moe_ft.planning.recovery import Plan, Rejection
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.site import Site
-from moe_ft.saying import say, warn
+from moe_ft.saying import say, some_of, warn
 
 _MOST_REASONS = 12  # printed at a time
 _IGNORING = (
@@ -103,7 +103,7 @@ class Notices:
         if names and self._site.rank == 0 and where not in self._incomparable:
             warn(
                 f"{where} was written by another version, which noted other settings. These are not "
-                f"compared, but must be the same for an exact recovery: {_shorten(names, ', ')}"
+                f"compared, but must be the same for an exact recovery: {some_of(names, _MOST_REASONS)}"
             )
         self._incomparable.add(where)
 
@@ -112,14 +112,14 @@ class Notices:
         if changes and self._site.rank == 0 and not self._has_said_changes:
             warn(
                 "flags of the training script have changed. If they decide data or loss, the run is "
-                f"no longer equal to an undisturbed one: {_shorten(changes, ', ')}"
+                f"no longer equal to an undisturbed one: {some_of(changes, _MOST_REASONS)}"
             )
         self._has_said_changes = self._has_said_changes or bool(changes)
 
     def say_other_data(self, differences: Sequence[str]) -> None:
         """Print, once, what is read now and was not when a state was written."""
         if differences and self._site.rank == 0 and not self._has_said_data:
-            warn(f"continuing with other data: {_shorten(differences, '; ')}")
+            warn(f"continuing with other data: {some_of(differences, _MOST_REASONS, '; ')}")
         self._has_said_data = self._has_said_data or bool(differences)
 
     def check_is_empty(
@@ -168,11 +168,6 @@ class Notices:
                     "missing. Start with that strategy until training ends, which saves everything, or "
                     "ignore this state with --moe-ft-recover-from load."
                 )
-
-
-def _shorten(texts: Sequence[str], separator: str) -> str:
-    more = f" and {len(texts) - _MOST_REASONS} more" if len(texts) > _MOST_REASONS else ""
-    return separator.join(texts[:_MOST_REASONS]) + more
 
 
 def _tell_all(tell: Callable[[str], None], reasons: Sequence[str]) -> None:

@@ -33,6 +33,7 @@ from moe_ft.convert.huggingface.query_groups import (
 )
 from moe_ft.convert.safetensors_set import StoredTensor
 from moe_ft.errors import ConfigError, MoeFtError
+from moe_ft.saying import some_of
 
 _FAMILIES = (
     *(Mixtral(), Qwen2Moe(), Qwen3Moe(), Olmoe(), Qwen3VlMoe(), MiniMaxM2(), GptOss()),
@@ -107,15 +108,11 @@ def _nearest(config: dict[str, Any]) -> str:
         most = points
         others = sorted(key for key in text.keys() - read if not _SAYS_NOTHING.fullmatch(key))
         best = (
-            f"The nearest is {family.model_type}; what differs: {_some(different) or 'none of its keys'}; "
-            f"keys that it does not read: {_some(others) or 'none'}."
+            f"The nearest is {family.model_type}; what differs: "
+            f"{some_of(different, _LISTED) or 'none of its keys'}; keys that it does not read: "
+            f"{some_of(others, _LISTED) or 'none'}."
         )
     return best
-
-
-def _some(names: list[str]) -> str:
-    listed = ", ".join(names[:_LISTED])
-    return f"{listed} and {len(names) - _LISTED} more" if len(names) > _LISTED else listed
 
 
 def check_values(
