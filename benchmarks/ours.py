@@ -48,13 +48,11 @@ from moe_ft.recovery.readers import (
 from moe_ft.recovery.transfer import Transfer
 from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.strategies.interface import Strategy
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.selection import RankShare
+from moe_ft.strategies.partial.selection import PartialConfig, RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.strategies.rotating import PlannedRun
-from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.positions import RankUnits
-from moe_ft.strategies.sparse.strategy import SparseStrategy
+from moe_ft.strategies.sparse.strategy import SparseConfig, SparseStrategy
+from moe_ft.strategies.sparse.windows import RankUnits
 from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import Level
 

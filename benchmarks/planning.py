@@ -46,8 +46,7 @@ from moe_ft.state.router_load import RouterLoad
 from moe_ft.state.router_load import table as table_of_counts
 from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.strategies.interface import WindowPlan
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.selection import RankShare
+from moe_ft.strategies.partial.selection import PartialConfig, RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.strategies.rotating import PlannedRun
 from moe_ft.units import UnitId, UnitKind

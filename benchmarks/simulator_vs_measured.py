@@ -43,7 +43,7 @@ from benchmarks.output import ROOT, conditions, markdown_table, read_options, sh
 from benchmarks.recoveries import Answer, Expected, check_answers, digests_of
 from moe_ft.planning.costs import RecoveryKind
 from moe_ft.planning.time_shares import Spent, TimeShares, calculate_shares
-from moe_ft.simulate.course import Pool, run_course
+from moe_ft.simulate.course import MachinePool, run_course
 from moe_ft.simulate.failures import Change, Failures
 from moe_ft.simulate.repetitions import Setting, simulate
 from tests.harness import events
@@ -323,7 +323,7 @@ def compare(row: Row, profile: Profile, iteration_s: float, load: float = 0.0) -
     """
     kind, replicas = RecoveryKind(row.recovery), PRESETS[row.preset].replicas
     costs = profile.costs(row.preset, kind, iteration_s, replicas)
-    pool = Pool(num_nodes=NUM_NODES, return_s=0.0)
+    pool = MachinePool(num_nodes=NUM_NODES, return_s=0.0)
     trace = [
         Change(time_s=time_s, struck=(number % NUM_NODES,))
         for number, time_s in enumerate(profile.instants)

@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.output import markdown_table
 from benchmarks.papers.windows import TABLE_3, TABLE_7, Case
 from moe_ft.planning.costs import Costs, RecoveryCosts, RecoveryKind
-from moe_ft.simulate.course import Pool
+from moe_ft.simulate.course import MachinePool
 from moe_ft.simulate.failures import Failures
 from moe_ft.simulate.repetitions import Setting, simulate
 
@@ -122,7 +122,7 @@ def simulated(
             )
         },
     )
-    pool = Pool(num_nodes=1, num_spares=1, return_s=0.0)
+    pool = MachinePool(num_nodes=1, num_spares=1, return_s=0.0)
     setting = Setting(
         failures=Failures(mtbf_s=cell.mtbf_s), pool=pool, horizon_s=RUN_S, tolerance=TOLERANCE
     )

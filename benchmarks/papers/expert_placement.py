@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks.output import conditions, markdown_table, parse_options, show
 from moe_ft.planning.experts import Counts
-from moe_ft.planning.replica_counts import allocate
 from moe_ft.planning.replica_survival import overlapping, recovery_probability
 from moe_ft.planning.slot_tables import (
     Table,
+    allocate,
     balanced,
     contiguous,
     count_moves,

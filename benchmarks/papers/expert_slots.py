@@ -25,8 +25,7 @@ import numpy as np
 from benchmarks.jobs import Changes, write_data
 from benchmarks.output import conditions, markdown_table, parse_options, show
 from benchmarks.papers.quality import FIRST_SEED, train_missing
-from moe_ft.planning.slot_tables import Table, first_table, replicas_of
-from moe_ft.planning.token_shares import Numbers, share_of
+from moe_ft.planning.slot_tables import Numbers, Table, first_table, replicas_of, share_of
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import events, run_training
 

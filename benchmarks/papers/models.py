@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from moe_ft.commands.command_line import plan_job, read_command
 from moe_ft.errors import PlanError
-from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.planned_job import MeasuredTimes, PlannedJob
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,5 +153,5 @@ def planned_preset(shape: ModelShape, *flags: str, dp: int, ep: int) -> PlannedJ
         *(experts if shape.moe_layers else ()),
         *("--expert-model-parallel-size", f"{ep}", *flags),
     ]
-    job, _ = plan_job(read_command(words), Measured(), world_size=dp, ranks_per_node=dp)
+    job, _ = plan_job(read_command(words), MeasuredTimes(), world_size=dp, ranks_per_node=dp)
     return job

@@ -49,8 +49,8 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import ConfigPart as Options
 from moe_ft.config.fields import setting
 from moe_ft.strategies import registry
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.kind import Partial
+from moe_ft.strategies.partial.plan import Partial
+from moe_ft.strategies.partial.selection import PartialConfig
 from moe_ft.units import Part, UnitId, UnitKind
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import Train, events, run_with_restarts

@@ -23,8 +23,15 @@ from benchmarks.output import conditions, markdown_table, parse_options, show
 from moe_ft.planning.experts import Counts, ExpertLayout
 from moe_ft.strategies.partial.selection import select_load_aware
 from moe_ft.strategies.rotating import PlannedRun, Selection, Versions
-from moe_ft.strategies.selective.config import AGE, PAPER, SelectiveConfig
-from moe_ft.strategies.selective.selection import Need, RankLoads, as_selection, select
+from moe_ft.strategies.selective.selection import (
+    AGE,
+    PAPER,
+    Need,
+    RankLoads,
+    SelectiveConfig,
+    as_selection,
+    select,
+)
 from moe_ft.strategies.selective.strategy import SelectiveStrategy
 
 EP_SIZE = 8

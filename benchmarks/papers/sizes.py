@@ -1,7 +1,7 @@
 """MoC-System's own arithmetic of checkpoint sizes, next to what it prints and to what moe_ft saves.
 
 14 bytes of a parameter, and equal slices of everything that several ranks hold: not what training does, which
-is strategies/partial/size.py. One pipeline stage without tensor parallelism, as in the paper's evaluation.
+is strategies/partial/plan.py. One pipeline stage without tensor parallelism, as in the paper's evaluation.
 Two ways of counting bytes: equation 6 (experts that are not selected are left out) and "master in full" (the
 master weights of all experts are saved). Bottleneck: the most that a rank saves in one snapshot while
 sequential selection goes around. Verdicts: REPRODUCED if equal when rounded as printed, CLOSE within 5 % of
@@ -23,12 +23,14 @@ from benchmarks.papers.models import (
     planned_preset,
 )
 from moe_ft.planning.experts import ExpertLayout
-from moe_ft.planning.report import reduction
 from moe_ft.planning.sharding import adaptive_shares
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.kind import PARTIAL
-from moe_ft.strategies.partial.selection import advance, rank_counts, select_sequential
-from moe_ft.strategies.partial.size import PartialSizes, Workload
+from moe_ft.strategies.partial.plan import PartialPlan, Workload
+from moe_ft.strategies.partial.selection import (
+    PartialConfig,
+    advance,
+    rank_counts,
+    select_sequential,
+)
 
 
 class NonExpertUnit(StrEnum):
@@ -345,6 +347,11 @@ def _ks(shape: ModelShape) -> list[int]:
     return [k for k in KS if k <= shape.num_experts]
 
 
+def reduction(num_bytes: float, reference_bytes: float) -> float:
+    """Return by which fraction something is smaller than a reference; negative if it is larger."""
+    return 1 - num_bytes / reference_bytes
+
+
 def _reductions(most: dict[Sharding, int]) -> tuple[float, float]:
     """Return in % what equal sharding saves against none, and adaptive against equal."""
     return (
@@ -399,7 +406,7 @@ def training_rows() -> Iterator[Row]:
         replicated = planned_preset(shape, *flags, dp=dp, ep=ep)
         jobs = [planned_preset(shape, *flags, "--use-distributed-optimizer", dp=dp, ep=ep)]
         jobs += [replicated.divided(sharding) for sharding in Sharding]
-        sizes = [PartialSizes(job, PartialConfig(), PARTIAL.build) for job in jobs]
+        sizes = [PartialPlan(job, PartialConfig()) for job in jobs]
         for k in _ks(shape):
             workloads = [each.plan_workload(k) for each in sizes]
             num_bytes = workloads[0].total_bytes

@@ -25,12 +25,13 @@ from benchmarks.output import conditions, markdown_table, parse_options, show, s
 from benchmarks.papers.models import PRESETS, planned_preset
 from benchmarks.papers.routing import load_routing
 from moe_ft.planning.planned_job import PlannedStage
-from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.positions import RankUnits, StageOrder, StageUnits
-from moe_ft.strategies.sparse.size import order_stage
-from moe_ft.strategies.sparse.strategy import SparseStrategy
+from moe_ft.strategies.sparse.plan import order_stage
+from moe_ft.strategies.sparse.strategy import SparseConfig, SparseStrategy
 from moe_ft.strategies.sparse.windows import (
     PositionSizes,
+    RankUnits,
+    StageOrder,
+    StageUnits,
     WindowCuts,
     cut_window,
     shortest_window,
@@ -190,7 +191,7 @@ def slice_rows() -> Iterator[Row]:
             ]
 
         with mock.patch(
-            "moe_ft.strategies.sparse.positions.spread_over_ranks",
+            "moe_ft.strategies.sparse.windows.spread_over_ranks",
             lambda full: list(range(full.shape[1])),
         ):
             by_popularity_alone = draw()

@@ -18,7 +18,7 @@ from moe_ft.command_lines import FLAG_PREFIX
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.flags import config_from_words
 from moe_ft.errors import ConfigError
-from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.planned_job import MeasuredTimes, PlannedJob
 from moe_ft.spelling import explained
 from moe_ft.strategies import registry
 
@@ -95,7 +95,7 @@ def _runs_script(launcher: Sequence[str]) -> bool:
 
 
 def plan_job(
-    command: TrainingCommand, measured: Measured, *, world_size: int, ranks_per_node: int
+    command: TrainingCommand, measured: MeasuredTimes, *, world_size: int, ranks_per_node: int
 ) -> tuple[PlannedJob, list[str]]:
     """Return the job that a command line starts, and notes on how it is planned.
 

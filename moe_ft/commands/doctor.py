@@ -20,7 +20,7 @@ from moe_ft.doctor.meeting import MeetingPlace, find_place
 from moe_ft.doctor.rows import CheckRow, Result, refused, warned
 from moe_ft.errors import ConfigError
 from moe_ft.planning.host_memory import Footprint
-from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.planned_job import MeasuredTimes, PlannedJob
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts
 
@@ -162,14 +162,14 @@ def _plan(
     except ConfigError as error:
         return None, None, [refused("flags", "command line", error)]
     try:
-        job, _ = plan_job(command, Measured(), world_size=ranks[0], ranks_per_node=ranks[1])
+        job, _ = plan_job(command, MeasuredTimes(), world_size=ranks[0], ranks_per_node=ranks[1])
     except ConfigError as error:
         return None, None, [_unplanned(error)]
     try:
         registry.check(config, ModelFacts(num_experts=job.model.num_experts, num_iterations=None))
     except ConfigError as error:
         return job, None, [refused("flags", "command line", error)]
-    footprint = kind.footprint(job)
+    footprint = kind.plan(job).footprint
     log_bytes = job.boundary_bytes(kind.longest_window(config))
     share = replace(footprint.share, boundary_bytes=log_bytes)
     return job, replace(footprint, share=share), []

@@ -1,10 +1,11 @@
 """Answers of commands on several strategies: as text, as JSON, and as pages with drawings as inline SVG.
 
-Nothing needs a network. presets/page.css has the colours; each command its own page.
+Nothing needs a network. presets/page.css has the colours, presets/comparison.html the page of a comparison.
 """
 
 import html
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,46 +27,68 @@ WIDTH, ROW, LEFT = 760, 24, 230  # of drawings, in pixels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """Answer on a job with several strategies, the best first.
+class PagePart:
+    """Part of an answer; what it has comes in this order.
 
     Attributes:
-        headline: it in a sentence.
-        headers, rows: of the table of strategies.
-        problems: lines on what cannot be.
-        shares: of the time, by strategy.
-        assumptions: by name, values and where they come from.
-        notes: on what is not counted.
-        page: file of the folder presets/.
-        first, last: what text has after the headline, and before the assumptions.
-        values: what JSON has besides.
-        parts: what the page has besides.
+        title: on a page.
+        lines: sentences, each a paragraph of a page.
+        words: to be pasted.
+        table: headers and rows.
+        drawings: for a page alone, each with its name, which may be empty.
     """
 
+    title: str = ""
+    lines: Sequence[str] = ()
+    words: str = ""
+    table: tuple[Sequence[str], Sequence[Sequence[object]]] | None = None
+    drawings: Sequence[tuple[str, Markup]] = ()
+
+    @property
+    def text(self) -> str:
+        """The part as people read it in a terminal."""
+        found = ["\n".join(self.lines), textwrap.indent(self.words, "    ")]
+        if self.table is not None:
+            found.append(table(self.table[1], self.table[0]))
+        return "\n\n".join(filter(None, found))
+
+    @property
+    def html_table(self) -> Markup:
+        """The table on a page."""
+        return Markup() if self.table is None else html_table(*self.table)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Answer of a command on a job with several strategies.
+
+    Attributes:
+        command: its name.
+        headline: the answer in a sentence.
+        parts: what follows.
+        assumptions: by name, values and where they come from.
+        notes: on what is not counted.
+        values: what JSON has besides.
+    """
+
+    command: str
     job: PlannedJob
     headline: str
-    headers: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    problems: Sequence[str]
-    shares: Mapping[str, TimeShares]
+    parts: Sequence[PagePart]
     assumptions: Sequence[tuple[str, str, str]]
     notes: Sequence[str] = ()
-    page: str
-    first: str = ""
-    last: str = ""
     values: Mapping[str, Any]
-    parts: Mapping[str, object]
+
+    @property
+    def _last(self) -> Sequence[PagePart]:
+        notes = [f"note: {line}" for line in self.notes]
+        of_values = PagePart(title="Assumptions", table=(_ASSUMPTION, self.assumptions))
+        return [*self.parts, of_values, PagePart(lines=notes)]
 
     def as_text(self) -> str:
         """Return the answer as people read it in a terminal."""
-        parts = [
-            f"{describe_model(self.job.model)}\n{describe_layout(self.job)}",
-            *(self.headline, self.first, table(self.rows, self.headers), "\n".join(self.problems)),
-            *(shares_table(self.shares) if self.shares else "", self.last),
-            table(self.assumptions, _ASSUMPTION),
-            "\n".join(f"note: {line}" for line in self.notes),
-        ]
-        return "\n\n".join(filter(None, parts))
+        job = f"{describe_model(self.job.model)}\n{describe_layout(self.job)}"
+        return "\n\n".join(filter(None, (job, self.headline, *(each.text for each in self._last))))
 
     def as_json(self) -> str:
         """Return the answer for programs. Times are in seconds, sizes in bytes."""
@@ -77,16 +100,17 @@ class Answer:
     def as_html(self) -> str:
         """Return the answer as one page without scripts and without anything from elsewhere."""
         return fill_page(
-            self.page,
+            "comparison.html",
+            command=self.command,
+            headline=self.headline,
             model=describe_model(self.job.model),
             layout=describe_layout(self.job),
-            headline=self.headline,
-            alternatives=html_table(self.headers, self.rows),
-            problems=self.problems,
-            assumptions=html_table(_ASSUMPTION, self.assumptions),
-            notes=self.notes,
-            **self.parts,
+            parts=self._last,
         )
+
+    def print(self, *, as_json: bool) -> None:
+        """Print the answer."""
+        print(self.as_json() if as_json else self.as_text())
 
 
 def fill_page(name: str, **parts: object) -> str:
@@ -162,8 +186,8 @@ def key_of_colours(uses: Sequence[Spent]) -> Markup:
     )
 
 
-def shares_table(columns: Mapping[str, TimeShares]) -> str:
-    """Return what the time of each column goes into, as text, with the sum."""
-    rows = [(use, *(f"{each[use]:.2%}" for each in columns.values())) for use in Spent]
+def shares_rows(columns: Mapping[str, TimeShares]) -> list[tuple[str, ...]]:
+    """Return what the time of each column goes into, with the sum, as rows of a table."""
+    rows = [(use.value, *(f"{each[use]:.2%}" for each in columns.values())) for use in Spent]
     total = [f"{sum(each[use] for use in Spent):.2%}" for each in columns.values()]
-    return table([*rows, ("all", *total)], ("time", *columns))
+    return [*rows, ("all", *total)]

@@ -18,25 +18,26 @@ from moe_ft.commands.command_line import (
     read_command,
     refuse,
 )
-from moe_ft.commands.model_config import Model
+from moe_ft.commands.model_config import ModelFlags
 from moe_ft.commands.pages import check_page, write_page
 from moe_ft.commands.parsers import CommandParser, Commands, add_command, program
-from moe_ft.commands.plan_advice import SPEEDS, Advice, Advisor, check_room
+from moe_ft.commands.plan_advice import SPEEDS, Advice, Advisor, Proposal, check_room, word
 from moe_ft.commands.plan_command import StartCommand, start_command
 from moe_ft.commands.plan_inputs import (
+    SAVE_MINUTES,
+    SECONDS,
     Cluster,
+    Values,
     cluster_names,
     model_names,
     read_cluster,
     read_model,
 )
-from moe_ft.commands.plan_values import SAVE_MINUTES, SECONDS, Values
-from moe_ft.commands.plan_words import Told, word
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import SLURM, read_domains
 from moe_ft.planning.lost_ranks import live_replica_lines, rerouting_lines, spare_lines
 from moe_ft.planning.placement import Survival
-from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.planned_job import MeasuredTimes, PlannedJob
 from moe_ft.planning.report import boundary_line, slot_lines
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
@@ -150,11 +151,11 @@ class _Planned:
     def advisor(self, saves: tuple[str, int] | None = None) -> Advisor:
         """Return what compares strategies for the job, and with Megatron's own checkpoints."""
         return Advisor(
-            self.job,
-            lambda flags: _with_flags(self.command, flags).config,
-            self.limit,
-            self.refusal,
-            saves,
+            job=self.job,
+            configure=lambda flags: _with_flags(self.command, flags).config,
+            node_limit_bytes=self.limit,
+            check=self.refusal,
+            saves=saves,
         )
 
     def begin(self, flags: Sequence[str]) -> StartCommand:
@@ -187,7 +188,7 @@ def run(options: argparse.Namespace) -> int:
         answer = word(_advise(planned))
         write_page(options.html, answer.as_html())
         if planned.kind is None or options.json:
-            print(answer.as_json() if options.json else answer.as_text())
+            answer.print(as_json=options.json)
             return 0
     job, kind, notes = planned.job, registry.chosen(planned.job.config), planned.notes
     registry.check(
@@ -202,12 +203,13 @@ def run(options: argparse.Namespace) -> int:
         [f"a start refuses this: {refusal}"] if refusal else planned.values.notes(planned.command)
     )
     lines = "\n".join(f"note: {line}" for line in notes)
-    share = kind.footprint(job).share
+    plan = kind.plan(job)
+    share = plan.footprint.share
     num_sending = share.num_covered(job.replication_factor, job.replica_regions)
     survival = f"memory survives the loss of {_survival(job, num_sending)}"
     parts = [
-        _no_room(planned, kind),
-        kind.report(job),
+        "" if planned.limit is None else check_room(job, plan.host_bytes, planned.limit)[1],
+        plan.report(),
         survival,
         *spare_lines(job),
         *live_replica_lines(job),
@@ -221,21 +223,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _no_room(planned: _Planned, kind: StrategyKind) -> str:
-    """Return why the host memory of a node is too small; empty if it is not, or nobody knows."""
-    if planned.limit is None:
-        return ""
-    job, share = planned.job, kind.footprint(planned.job).share
-    num_bytes = share.total_bytes(
-        persists=job.persists,
-        replication_factor=job.replication_factor,
-        replica_regions=job.replica_regions,
-    )
-    num_bytes += job.boundary_bytes(kind.longest_window(job.config))
-    return check_room(job, num_bytes, planned.limit)[1]
-
-
-def compare(words: Sequence[str]) -> Told:
+def compare(words: Sequence[str]) -> Proposal:
     """Return what `plan` compares with a command line of its own, without what the best hangs on.
 
     Raises:
@@ -290,7 +278,9 @@ def _plan(options: argparse.Namespace) -> _Planned:
     planned = command if kind is not None else _with_flags(command, _ANY_STRATEGY)
     on_gpus = cluster is not None and cluster.has_gpus
     start = planned_start(planned, world_size=world_size, on_gpus=on_gpus)
-    job, notes = plan_job(planned, Measured(), world_size=world_size, ranks_per_node=ranks_per_node)
+    job, notes = plan_job(
+        planned, MeasuredTimes(), world_size=world_size, ranks_per_node=ranks_per_node
+    )
     if cluster is not None:
         _check_fits(job, cluster)
     values.estimate_iteration(job)
@@ -335,7 +325,7 @@ def _survival(job: PlannedJob, num_sending: int) -> str:
     return words
 
 
-def _advise(planned: _Planned, *, varies: bool = True) -> Told:
+def _advise(planned: _Planned, *, varies: bool = True) -> Proposal:
     """Compare all strategies, or look at the one that was chosen."""
     job, kind, command, values = planned.job, planned.kind, planned.command, planned.values
     values.check_complete(job)
@@ -344,10 +334,10 @@ def _advise(planned: _Planned, *, varies: bool = True) -> Told:
         found = advisor.compare()
     else:
         advisor = planned.advisor()
-        found = advisor.examine(kind)
+        found = [advisor.evaluate(kind.name, kind)]
     advice = advisor.advise(found) if varies else Advice(alternatives=tuple(found))
     flags = () if advice.best is None else advice.best.flags
-    return Told(
+    return Proposal(
         job=job,
         advice=advice,
         begin=planned.begin(flags),
@@ -356,7 +346,7 @@ def _advise(planned: _Planned, *, varies: bool = True) -> Told:
     )
 
 
-def _command(options: argparse.Namespace, model: Model | None) -> TrainingCommand:
+def _command(options: argparse.Namespace, model: ModelFlags | None) -> TrainingCommand:
     """Return the command line of training: that of a preset, with the flags that were given after it."""
     command = read_command(options.of_training)
     if model is None:
@@ -384,7 +374,7 @@ def _check_fits(job: PlannedJob, cluster: Cluster) -> None:
 def _ranks(
     options: argparse.Namespace,
     command: TrainingCommand,
-    model: Model | None,
+    model: ModelFlags | None,
     cluster: Cluster | None,
 ) -> tuple[int, int]:
     """Return the ranks of the job and of a node: as given, as the launcher starts them, as the model has."""

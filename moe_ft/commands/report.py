@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from moe_ft.commands.pages import check_page, shares_table, write_page
+from moe_ft.commands.pages import check_page, shares_rows, write_page
 from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.commands.report_page import Cells, as_html
 from moe_ft.commands.report_run import read_run
@@ -80,7 +80,7 @@ def render(report: RunReport, width: int | None = None) -> str:
         del tables["ranks"]
     facts, *others = (table(rows, headers, width=width) for headers, rows in tables.values())
     left_out = "\n".join(f"left out: {line}" for line in report.left_out)
-    shares = shares_table({"share": report.time_shares})
+    shares = table(shares_rows({"share": report.time_shares}), ("time", "share"))
     return "\n\n".join(filter(None, [facts, shares, *others, left_out]))
 
 

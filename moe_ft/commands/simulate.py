@@ -1,7 +1,7 @@
 """`python -m moe_ft simulate CONFIG.toml`: simulate a long run of a job under failures.
 
-The job is what `plan` makes of the same options. moe_ft/simulate has the simulation, and
-simulate_words.py prints.
+The job is what `plan` makes of the same options. moe_ft/simulate has the simulation, planning/time_shares.py
+the words for the uses of time.
 """
 
 import argparse
@@ -9,22 +9,38 @@ import math
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from moe_ft.bars import progress_bar
-from moe_ft.commands.pages import check_page, write_page
+from moe_ft.commands.pages import (
+    LEFT,
+    ROW,
+    WIDTH,
+    Comparison,
+    PagePart,
+    bar,
+    check_page,
+    key_of_colours,
+    label,
+    shares_rows,
+    svg,
+    write_page,
+)
 from moe_ft.commands.parsers import Commands, add_command
 from moe_ft.commands.plan import OPTIONS, compare
 from moe_ft.commands.plan_advice import Alternative
 from moe_ft.commands.plan_inputs import read_text
-from moe_ft.commands.simulate_words import Outcome, Simulation, word
 from moe_ft.errors import ConfigError
 from moe_ft.planning.costs import RecoveryKind
-from moe_ft.simulate.course import Pool
+from moe_ft.planning.planned_job import PlannedJob
+from moe_ft.planning.time_shares import Spent
+from moe_ft.simulate.course import MachinePool, RunCourse
 from moe_ft.simulate.failures import Change, Failures, mean_time_between, read_trace
-from moe_ft.simulate.repetitions import MOST, Setting, simulate
+from moe_ft.simulate.repetitions import MOST, Setting, Simulated, simulate
 from moe_ft.spelling import hint
 
 FASTEST = "fastest"
@@ -34,14 +50,16 @@ _SHRINKS = [
     ("a node that comes back", "a recovery, nothing redone", "assumption: likewise"),
 ]
 _RECOVERIES = (FASTEST, *RecoveryKind)
+_HEADERS = (
+    *("alternative", "ETTR", "+- (95 %)", "calculated", "recovery", "failures", "all copies lost"),
+    *("tokens lost", "runs"),
+)
+_CURVE_ROWS = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rule:
-    """Values that a key may have, in words, and what tells them."""
-
-    words: str
-    fits: Callable[[Any], bool]
+_Rule = tuple[
+    str, Callable[[Any], bool]
+]  # values that a key may have, in words, and what tells them
 
 
 def _number(value: object) -> bool:
@@ -52,46 +70,78 @@ def _integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-_TEXT = _Rule(words="a text", fits=lambda value: isinstance(value, str))
-_ANY = _Rule(
-    words="a text or a number", fits=lambda value: isinstance(value, str) or _number(value)
-)
-_SHARE = _Rule(words="from 0 to 1", fits=lambda value: _number(value) and 0 <= value <= 1)
-_ABOVE = _Rule(words="a number above 0", fits=lambda value: _number(value) and 0 < value < math.inf)
-_COUNT = _Rule(
-    words="a whole number, 0 to 10^6", fits=lambda value: _integer(value) and 0 <= value <= 10**6
-)
-_ONE_OR_MORE = _Rule(
-    words="a whole number, 1 to 10^6", fits=lambda value: _integer(value) and 1 <= value <= 10**6
+_TEXT: _Rule = ("a text", lambda value: isinstance(value, str))
+_ANY: _Rule = ("a text or a number", lambda value: isinstance(value, str) or _number(value))
+_SHARE: _Rule = ("from 0 to 1", lambda value: _number(value) and 0 <= value <= 1)
+_ABOVE: _Rule = ("a number above 0", lambda value: _number(value) and 0 < value < math.inf)
+_COUNT: _Rule = ("a whole number, 0 to 10^6", lambda value: _integer(value) and 0 <= value <= 10**6)
+_ONE_OR_MORE: _Rule = (
+    "a whole number, 1 to 10^6",
+    lambda value: _integer(value) and 1 <= value <= 10**6,
 )
 _TABLES: Mapping[str, Mapping[str, _Rule]] = {
     "job": {"flags": _TEXT, **dict.fromkeys(OPTIONS, _ANY)},
     "failures": {
         "trace": _TEXT,
-        "weibull_shape": _Rule(
-            words="from 0.2 to 10", fits=lambda value: _number(value) and 0.2 <= value <= 10
-        ),
+        "weibull_shape": ("from 0.2 to 10", lambda value: _number(value) and 0.2 <= value <= 10),
         "crash_share": _SHARE,
         "rack_nodes": _ONE_OR_MORE,
         "rack_share": _SHARE,
     },
     "machines": {
         "spares": _COUNT,
-        "replace_s": _Rule(
-            words="seconds, at least 0", fits=lambda value: _number(value) and 0 <= value < math.inf
+        "replace_s": (
+            "seconds, at least 0",
+            lambda value: _number(value) and 0 <= value < math.inf,
         ),
         "return_h": _ABOVE,
         "least_nodes": _ONE_OR_MORE,
     },
     "run": {
         "hours": _ABOVE,
-        "recovery": _Rule(words=" or ".join(_RECOVERIES), fits=lambda value: value in _RECOVERIES),
+        "recovery": (" or ".join(_RECOVERIES), lambda value: value in _RECOVERIES),
         "seed": _COUNT,
-        "tolerance": _Rule(
-            words="from 0.0001 to 0.5", fits=lambda value: _number(value) and 1e-4 <= value <= 0.5
-        ),
+        "tolerance": ("from 0.0001 to 0.5", lambda value: _number(value) and 1e-4 <= value <= 0.5),
     },
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedStrategy:
+    """A strategy with its flags, and what became of it; no result where there is a problem."""
+
+    name: str
+    flags: tuple[str, ...]
+    is_exact: bool = True
+    result: Simulated | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """A job under failures with several strategies, the best first."""
+
+    job: PlannedJob
+    setting: Setting
+    outcomes: Sequence[SimulatedStrategy]
+    assumptions: Sequence[tuple[str, str, str]]
+
+    @property
+    def even(self) -> list[str]:
+        """Names of those whose intervals overlap with that of the best, in which they are as good."""
+        if not self.done:
+            return []
+        (_, best), *others = self.done
+        return [
+            name
+            for name, found in others
+            if abs(best.ettr - found.ettr) <= best.half_width + found.half_width
+        ]
+
+    @property
+    def done(self) -> list[tuple[str, Simulated]]:
+        """Names and results of those that can be."""
+        return [(each.name, each.result) for each in self.outcomes if each.result is not None]
 
 
 def add_simulate_command(commands: Commands) -> None:
@@ -115,7 +165,7 @@ def run(options: argparse.Namespace) -> int:
     result = simulate_file(options.config)
     answer = word(result)
     write_page(options.html, answer.as_html())
-    print(answer.as_json() if options.json else answer.as_text())
+    answer.print(as_json=options.json)
     return 0
 
 
@@ -152,7 +202,7 @@ def simulate_file(path: Path) -> Simulation:
     return Simulation(job=told.job, setting=setting, outcomes=outcomes, assumptions=assumptions)
 
 
-def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
+def ranked(outcomes: Sequence[SimulatedStrategy]) -> list[SimulatedStrategy]:
     """Return outcomes, the best first.
 
     One that loses tokens comes after the best exact one unless their intervals are apart: else noise decides.
@@ -160,7 +210,7 @@ def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
     results = [each.result for each in outcomes if each.result is not None and each.is_exact]
     exact = max(results, key=lambda each: each.ettr, default=None)
 
-    def key(each: Outcome) -> tuple[float, bool]:
+    def key(each: SimulatedStrategy) -> tuple[float, bool]:
         if (found := each.result) is None:
             return 0.0, False
         if exact is None or each.is_exact:
@@ -171,22 +221,24 @@ def ranked(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return sorted(outcomes, key=key)
 
 
-def _simulate(found: Alternative, recovery: str, setting: Setting) -> Outcome:
+def _simulate(found: Alternative, recovery: str, setting: Setting) -> SimulatedStrategy:
     """Simulate one alternative, or say why it cannot be."""
     problem = found.problem or (found.refusal and f"refused: {found.refusal}")
     if found.costs is None or problem:
-        return Outcome(name=found.name, flags=found.flags, problem=problem)
+        return SimulatedStrategy(name=found.name, flags=found.flags, problem=problem)
     kind = found.costs.fastest if recovery == FASTEST else RecoveryKind(recovery)
     if kind not in found.costs.recoveries:
         problem = f"recovery={kind} cannot be: its costs are known for {', '.join(found.costs.recoveries)}"
-        return Outcome(name=found.name, flags=found.flags, problem=problem)
+        return SimulatedStrategy(name=found.name, flags=found.flags, problem=problem)
     with progress_bar(found.name, MOST) as bar:
 
         def note(half_width: float) -> None:
             bar.advance(1, f"ETTR +- {half_width:.4f}")
 
         result = simulate(found.costs, kind, setting, note)
-    return Outcome(name=found.name, flags=found.flags, is_exact=found.is_exact, result=result)
+    return SimulatedStrategy(
+        name=found.name, flags=found.flags, is_exact=found.is_exact, result=result
+    )
 
 
 def _setting(
@@ -214,7 +266,7 @@ def _setting(
     given.pop("trace", None)
     return Setting(
         failures=Failures(mtbf_s=mtbf_s, **given) if trace is None else trace,
-        pool=Pool(
+        pool=MachinePool(
             num_nodes=num_nodes,
             num_spares=machines.get("spares", 0),
             replace_s=machines.get("replace_s", 0.0),
@@ -244,9 +296,10 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
                 raise _unknown(
                     path, f"{name}.{key}", "key", [f"{name}.{each}" for each in _TABLES[name]]
                 )
-            if not (rule := _TABLES[name][key]).fits(value):
+            rule, fits = _TABLES[name][key]
+            if not fits(value):
                 raise ConfigError(
-                    f"{path}: {name}.{key}={value!r} must be {rule.words}. Correct it, or leave it out."
+                    f"{path}: {name}.{key}={value!r} must be {rule}. Correct it, or leave it out."
                 )
     return {name: tables.get(name, {}) for name in _TABLES}
 
@@ -283,3 +336,123 @@ def _read_trace(path: Path, config: Mapping[str, Mapping[str, Any]]) -> list[Cha
             f"{path}: failures.trace={name} cannot be read: {error}. Give the path from the file on."
         ) from error
     return read_trace(name, lines, config["run"].get("seed", 0))
+
+
+def word(simulation: Simulation) -> Comparison:
+    """Return a simulation in words."""
+    setting, done, outcomes = simulation.setting, simulation.done, simulation.outcomes
+    pool, failures = setting.pool, setting.failures
+    comes, drawn = "as the trace has them", None
+    if isinstance(failures, Failures):
+        comes, drawn = f"every {failures.mtbf_s:,.6g} s on average", asdict(failures)
+    problems = [f"{each.name}: {each.problem}" for each in outcomes if each.problem]
+    problems += [
+        f"{name}: the interval is wider than {setting.tolerance:.2%} of ETTR after "
+        f"{found.num_repetitions:,} runs"
+        for name, found in done
+        if not found.is_converged
+    ]
+    even = ""
+    if simulation.even:
+        even = f"no difference beyond noise from {done[0][0]}: {', '.join(simulation.even)}"
+    horizon_s, courses = setting.horizon_s, [(name, found.first) for name, found in done]
+    shares = {name: found.shares for name, found in done}
+    timeline = [("", key_of_colours([*Spent])), ("", _draw_timeline(courses, horizon_s))]
+    return Comparison(
+        command="simulate",
+        job=simulation.job,
+        headline=f"{simulation.job.num_ranks:,} ranks on {pool.num_nodes:,} nodes, {pool.num_spares:,} "
+        f"spare; {horizon_s / 3600:.4g} hours, failures {comes}; seed {setting.seed}",
+        parts=[
+            PagePart(title="Strategies", table=(_HEADERS, [_cells(each) for each in outcomes])),
+            PagePart(lines=problems),
+            PagePart(
+                title="Where the time goes",
+                table=(("time", *shares), shares_rows(shares)) if shares else None,
+            ),
+            PagePart(lines=[even] if even else []),
+            PagePart(title="Timeline of the first run", drawings=timeline),
+            PagePart(
+                title="Goodput of the first run: the share of the time so far that was productive",
+                drawings=[(name, _draw_curve(course, horizon_s)) for name, course in courses],
+            ),
+        ],
+        assumptions=simulation.assumptions,
+        values={
+            "nodes": pool.num_nodes,
+            "spares": pool.num_spares,
+            "hours": horizon_s / 3600,
+            "seed": setting.seed,
+            "failures": drawn or "trace",
+            "even": simulation.even,
+            "alternatives": [_as_object(each) for each in outcomes],
+        },
+    )
+
+
+def _cells(each: SimulatedStrategy) -> tuple[str, ...]:
+    found = each.result
+    if found is None:
+        return (each.name, "cannot be", *[""] * (len(_HEADERS) - 2))
+    return (
+        each.name,
+        f"{found.ettr:.2%}",
+        f"{found.half_width:.2%}",
+        "-" if found.calculated is None else f"{found.calculated.productive:.2%}",
+        f"{found.kind}",
+        f"{found.num_failures:.4g}",
+        f"{found.num_fallbacks:.3g}",
+        f"{found.lost_iterations:.1f} iterations" if found.lost_iterations else "none",
+        f"{found.num_repetitions:,}",
+    )
+
+
+def _as_object(each: SimulatedStrategy) -> dict[str, Any]:
+    value: dict[str, Any] = {"name": each.name, "flags": each.flags, "problem": each.problem}
+    if (found := each.result) is not None:
+        value |= {
+            "ettr": found.ettr,
+            "half_width": found.half_width if math.isfinite(found.half_width) else None,
+            "converged": found.is_converged,
+            "repetitions": found.num_repetitions,
+            "time": asdict(found.shares),
+            "badput": found.shares.badput,
+            "calculated": None if found.calculated is None else asdict(found.calculated),
+            "recovery": found.kind,
+            "failures": found.num_failures,
+            "all_copies_lost": found.num_fallbacks,
+            "lost_iterations": found.lost_iterations,
+            "costs": asdict(found.costs),
+            "timeline": [
+                {"start_s": start_s, "end_s": end_s, "use": use}
+                for start_s, end_s, use in found.first.spans
+            ],
+        }
+    return value
+
+
+def _draw_timeline(courses: Sequence[tuple[str, RunCourse]], horizon_s: float) -> Markup:
+    """Return a row of spans for each course."""
+    scale, parts = (WIDTH - LEFT) / horizon_s, []
+    for row, (name, course) in enumerate(courses):
+        parts.append(label(0, row, name))
+        for start_s, end_s, use in course.spans:
+            parts.append(bar(LEFT + scale * start_s, scale * (end_s - start_s), row, use))
+    return svg(len(courses), "".join(parts))
+
+
+def _draw_curve(course: RunCourse, horizon_s: float) -> Markup:
+    """Return the share of the time so far that was productive: goodput, from 0 to 1."""
+    running_s = sum(end - start for start, end, use in course.spans if use is Spent.PRODUCTIVE)
+    useful = course.seconds[Spent.PRODUCTIVE] / running_s if running_s else 0.0
+    scale, height = (WIDTH - LEFT) / horizon_s, ROW * _CURVE_ROWS
+    done_s, points = 0.0, []
+    for start_s, end_s, use in course.spans:
+        for time_s in (start_s, end_s):
+            if time_s == end_s and use is Spent.PRODUCTIVE:
+                done_s += useful * (end_s - start_s)
+            goodput = done_s / time_s if time_s else useful
+            points.append(f"{LEFT + scale * time_s:.1f},{height * (1 - goodput):.1f}")
+    line = f'<polyline class="curve" points="{" ".join(points)}"/>'
+    last = f"{course.shares.productive:.2%} in the end"
+    return svg(_CURVE_ROWS, label(0, 0, "100 %") + label(0, _CURVE_ROWS - 1, last) + line)

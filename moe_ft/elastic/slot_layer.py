@@ -27,14 +27,15 @@ from megatron.core.transformer.moe.moe_utils import get_capacity
 from moe_ft.config.config import ElasticConfig
 from moe_ft.elastic.homes import Homes
 from moe_ft.planning.slot_tables import (
+    Numbers,
     Replicas,
     Table,
     balanced,
     count_moves,
     first_table,
     replicas_of,
+    share_of,
 )
-from moe_ft.planning.token_shares import Numbers, share_of
 from moe_ft.state.parameters import global_name
 
 Routed = tuple[torch.Tensor, torch.Tensor]  # [token, expert] probabilities, and which are chosen

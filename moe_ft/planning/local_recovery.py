@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from moe_ft.format.identity import History
 from moe_ft.planning.branches import is_alive
 from moe_ft.planning.recovery import Plan, Version, left_of, order_histories, versions_of
-from moe_ft.planning.remains import FoundLog, KeptRecord, Pipelines, Place, Remains, SentLog
+from moe_ft.planning.remains import FoundLog, KeptRecord, PipelineLayout, Place, Remains, SentLog
 from moe_ft.planning.scope import Scope, ScopePlan, plan_scope
 
 
@@ -38,7 +38,7 @@ def plan_local(
     plans: Sequence[Plan],
     versions: Sequence[Version],
     logs: Sequence[FoundLog],
-    pipelines: Pipelines,
+    pipelines: PipelineLayout,
     can_replay: Callable[[str], bool],
     is_evaluated: Callable[[int], bool] = lambda iteration: False,
     has_same_records: Callable[[str], bool] = lambda settings: True,

@@ -16,7 +16,6 @@ from moe_ft.arithmetic import ceil_div
 from moe_ft.errors import PlanError
 from moe_ft.planning.cells import Replica, cell_sizes
 from moe_ft.planning.planned_job import PlannedJob
-from moe_ft.planning.replica_counts import allocate
 from moe_ft.planning.replica_survival import (
     MOST_EXACT,
     overlapping,
@@ -30,7 +29,7 @@ from moe_ft.planning.schedules import (
     Schedule,
     plan_schedule,
 )
-from moe_ft.planning.slot_tables import Table
+from moe_ft.planning.slot_tables import Table, allocate
 from moe_ft.tables import table
 
 _NUM_SAMPLES = 10_000

@@ -222,7 +222,8 @@ class TokenLedger:
         """
         self.layers = tuple(layers)
         self._shape = (len(self.layers), num_experts)
-        self.routed, self.lost = np.zeros(self._shape, np.int64), np.zeros(self._shape, np.int64)
+        self.routed = np.zeros(self._shape, np.int64)
+        self.lost = np.zeros(self._shape, np.int64)
         self.gaps: dict[str, tuple[Gaps, ...]] = {layer: ((),) * num_experts for layer in layers}
         self._is_trained = np.array(
             [[(layer, expert) not in frozen for expert in range(num_experts)] for layer in layers],

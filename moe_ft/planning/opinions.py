@@ -43,7 +43,7 @@ def shifts_of(layout: Layout) -> tuple[int, ...]:
     return (0, 1, 0, 1) if layout.num_groups == 2 else (0, 0, 0)
 
 
-class Part(IntEnum):
+class IterationPart(IntEnum):
     """Parts of an iteration in the order in which a mistake in one reaches the next."""
 
     FORWARD = 0
@@ -59,7 +59,7 @@ class Depth(NamedTuple):
         number: of the module or parameter in it; backward likewise.
     """
 
-    part: Part
+    part: IterationPart
     stage: int = 0
     number: int = 0
 

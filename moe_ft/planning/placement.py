@@ -63,7 +63,7 @@ def place_replicas(topology: Topology, replication_factor: int) -> list[tuple[in
         raise PlanError(
             f"{replication_factor} replicas need {replication_factor + 1} nodes, there are {num_nodes}"
         )
-    placing = _Placing(topology)
+    placing = _PeerPlacing(topology)
     return [placing.peers_of(info, replication_factor) for info in topology.ranks]
 
 
@@ -124,7 +124,7 @@ class _Places:
         return None
 
 
-class _Placing:
+class _PeerPlacing:
     """Bytes that ranks keep for others so far, in the orders in which peers are looked for.
 
     A rank looks at few others: what it passes over is in its own places, or in those of its peers, and a run

@@ -23,7 +23,7 @@ WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredTimes:
     """Times and bandwidths that no flag of training gives; None for unknown ones.
 
     Attributes:
@@ -45,12 +45,12 @@ class Measured:
     repair_s: float | None = None
 
     def __post_init__(self) -> None:
-        self._check("iteration_s", self.iteration_s, "more than 0 seconds", above=0)
-        self._check("mtbf_s", self.mtbf_s, "more than 0 seconds", above=0)
-        self._check("restart_s", self.restart_s, "at least 0 seconds")
-        self._check("keep_s", self.keep_s, "at least 0 seconds")
-        self._check("repair_s", self.repair_s, "at least 0 seconds")
-        self._check("update_s", self.update_s, "at least 0 seconds")
+        for name in ("iteration_s", "mtbf_s", "restart_s", "keep_s", "repair_s", "update_s"):
+            value = getattr(self, name)
+            must_pass = name in ("iteration_s", "mtbf_s")
+            if value is not None and not (0 <= value < math.inf and (value or not must_pass)):
+                rule = "more than 0 seconds" if must_pass else "at least 0 seconds"
+                raise ConfigError(f"{as_flag(name)}={value} must be {rule}. Give a measured value.")
         if self.iteration_s is not None and self.update_s >= self.iteration_s:
             raise ConfigError(
                 f"--update-s={self.update_s} must be less than --iteration-s={self.iteration_s}, which "
@@ -63,15 +63,6 @@ class Measured:
                     f"{flag}={getattr(self, name):g} needs --iteration-s: the time of a copy is compared "
                     f"with an iteration. Give it, or leave {flag} out."
                 )
-
-    def _check(
-        self, name: str, value: float | None, rule: str, *, above: float | None = None
-    ) -> None:
-        if value is None:
-            return
-        fits = 0 <= value < math.inf if above is None else above < value < math.inf
-        if not fits:
-            raise ConfigError(f"{as_flag(name)}={value} must be {rule}. Give a measured value.")
 
     @property
     def hidden_s(self) -> float:
@@ -244,7 +235,7 @@ class PlannedJob:
     ranks_per_node: int
     replication_factor: int
     train_iterations: int | None
-    measured: Measured
+    measured: MeasuredTimes
     tokens: int | None = None
     traffic: PipelineTraffic | None = None
     by_sharding: Mapping[str, tuple[PlannedStage, ...]] = field(default_factory=dict)
@@ -313,8 +304,17 @@ class PlannedJob:
     @property
     def heaviest(self) -> PlannedRank:
         """The rank whose snapshot of everything is the largest."""
-        ranks = [rank for stage in self.stages for rank in stage.ranks]
-        return max(ranks, key=lambda rank: rank.full_bytes)
+        return max(self.ranks, key=lambda rank: rank.full_bytes)
+
+    @property
+    def ranks(self) -> list[PlannedRank]:
+        """The ranks of each kind of stage."""
+        return [rank for stage in self.stages for rank in stage.ranks]
+
+    @property
+    def full_bytes(self) -> list[int]:
+        """``[rank]`` bytes of a snapshot of everything at FULL."""
+        return self.by_rank([[rank.full_bytes for rank in stage.ranks] for stage in self.stages])
 
     def gradient_bytes(self, *, has_experts: bool = True) -> int:
         """Return the bytes of the gradients of the rank with the most; 0 where peers get state.
@@ -381,8 +381,7 @@ class PlannedJob:
         """Bytes of the largest breakpoint of a rank, whatever format snapshots have; 0 without one."""
         if not self.config.memory.breakpoints:
             return 0
-        ranks = (rank for stage in self.stages for rank in stage.ranks)
-        return max(sum(each.live for each in rank.sizes.values()) for rank in ranks)
+        return max(sum(each.live for each in rank.sizes.values()) for rank in self.ranks)
 
     def index_bytes(self, window: int = 1) -> int:
         """Return the bytes of the largest index of a region, for windows of so many snapshots."""

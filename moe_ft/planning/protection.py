@@ -33,7 +33,7 @@ class Launcher(StrEnum):
     OTHER = "other"
 
 
-class Answer(StrEnum):
+class LossAnswer(StrEnum):
     """Answer to a loss: see `cluster.answers.Answer`."""
 
     REPAIR = "repair"
@@ -41,7 +41,7 @@ class Answer(StrEnum):
     END = "end"
 
 
-class Source(StrEnum):
+class NodeSource(StrEnum):
     """Best place of what a lost node has kept."""
 
     COPIES = "copies"
@@ -134,32 +134,32 @@ class Protection:
         return min(known, default=None)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> NodeSource:
         """Place from which the state of a lost node comes."""
         if self.parity_nodes:
-            return Source.PARITY
+            return NodeSource.PARITY
         if self.copies:
-            return Source.COPIES
-        return Source.STORAGE if self.storage else Source.NOTHING
+            return NodeSource.COPIES
+        return NodeSource.STORAGE if self.storage else NodeSource.NOTHING
 
     @property
-    def lost_rank(self) -> Answer:
+    def lost_rank(self) -> LossAnswer:
         """Answer to a lost rank, after the first iteration."""
         starter = self.starter
         if starter.without_spare:
-            return Answer.REPAIR
-        return Answer.RESTART if starter.max_restarts else Answer.END
+            return LossAnswer.REPAIR
+        return LossAnswer.RESTART if starter.max_restarts else LossAnswer.END
 
     @property
-    def lost_node(self) -> Answer:
+    def lost_node(self) -> LossAnswer:
         """Answer to a lost node, if a spare is there."""
         starter, has_others = self.starter, self.num_nodes > 1
         is_agents = starter.launcher is Launcher.AGENT
         if is_agents and starter.without_spare and starter.is_watched and has_others:
-            return Answer.REPAIR
+            return LossAnswer.REPAIR
         can_restart = starter.is_watched if is_agents else has_others
         can_restart &= bool(starter.max_restarts or starter.shrinks)
-        return Answer.RESTART if can_restart else Answer.END
+        return LossAnswer.RESTART if can_restart else LossAnswer.END
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of the event "protects"."""
@@ -311,22 +311,22 @@ def _restart(starter: Starter) -> str:
 
 def _lost_rank(kept: Protection) -> list[str]:
     restart = _restart(kept.starter)
-    if kept.lost_rank is Answer.REPAIR:
+    if kept.lost_rank is LossAnswer.REPAIR:
         return [
             "is replaced in place, from memory; not before the first iteration or in a save: then",
             restart,
         ]
-    if kept.lost_rank is Answer.RESTART:
+    if kept.lost_rank is LossAnswer.RESTART:
         return [f"{restart}, from memory"]
     return [restart, "the next start on these nodes continues from memory"]
 
 
 def _lost_node(kept: Protection) -> list[str]:
     starter, state = kept.starter, _state_of_lost_node(kept)
-    if kept.lost_node is Answer.END:
+    if kept.lost_node is LossAnswer.END:
         ends = "the job ends with it" if kept.num_nodes == 1 else _restart(starter)
         return [f"{ends}; at the next start {state}"]
-    if kept.lost_node is Answer.REPAIR:
+    if kept.lost_node is LossAnswer.REPAIR:
         what = f"a spare takes over in place; without one {_without_spare(starter)}"
     elif starter.launcher is Launcher.AGENT:
         without = _WITHOUT_SPARE["shrink" if starter.shrinks else "end"]
@@ -351,11 +351,11 @@ def _without_spare(starter: Starter) -> str:
 
 
 def _state_of_lost_node(kept: Protection) -> str:
-    if kept.source is Source.COPIES:
+    if kept.source is NodeSource.COPIES:
         return "its state comes from the copies on other nodes"
-    if kept.source is Source.PARITY:
+    if kept.source is NodeSource.PARITY:
         return "its state is made again from parity on other nodes"
-    if kept.source is Source.NOTHING:
+    if kept.source is NodeSource.NOTHING:
         return f"{_lost_with_memory(kept)} is lost"
     if kept.persist_interval or kept.dense_interval:
         return "all state comes from storage"

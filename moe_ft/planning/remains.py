@@ -26,7 +26,7 @@ def place_of(version: Version) -> Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class StageLink:
     """One direction of a boundary between two stages."""
 
     sender: int
@@ -127,7 +127,7 @@ class Remains:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pipelines:
+class PipelineLayout:
     """Layout of a job as the planning of a scope sees it.
 
     Attributes:
@@ -164,7 +164,7 @@ class Pipelines:
         return len(self.stages)
 
     @property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[StageLink, ...]:
         """All directions of all boundaries; two stages on a ring have four."""
         pairs = [(stage, stage + 1) for stage in range(self.num_stages - 1)]
         if self.is_ring and self.num_stages > 1:
@@ -173,12 +173,12 @@ class Pipelines:
             link
             for first, second in pairs
             for link in (
-                Link(sender=first, receiver=second, direction=Direction.FORWARD),
-                Link(sender=second, receiver=first, direction=Direction.BACKWARD),
+                StageLink(sender=first, receiver=second, direction=Direction.FORWARD),
+                StageLink(sender=second, receiver=first, direction=Direction.BACKWARD),
             )
         )
 
-    def wires(self, link: Link) -> Iterator[tuple[int, int]]:
+    def wires(self, link: StageLink) -> Iterator[tuple[int, int]]:
         """Yield the sending and the receiving rank of each pipeline."""
         return zip(self.stages[link.sender], self.stages[link.receiver], strict=True)
 

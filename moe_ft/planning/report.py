@@ -1,11 +1,18 @@
-"""Lines and tables that the plans of several strategies have."""
+"""Plans of strategies as text: the one form of their sizes, host memory, losses and recoveries.
+
+A strategy gives numbers and sentences (`StrategyPlan`); its costs follow in job_costs.py. Lines on what all
+strategies have, such as slots and the boundary log, are here too.
+"""
 
 import math
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from moe_ft.planning.costs import Costs, ettr
-from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.host_memory import Footprint, MemoryShare
 from moe_ft.planning.interval import smallest_interval
+from moe_ft.planning.job_costs import Sizes, costs_of, known_links, missing_links
 from moe_ft.planning.planned_job import (
     OPTIMIZER_BYTES,
     WEIGHT_BYTES,
@@ -22,11 +29,6 @@ _SKEWS = (1, 2, 4, 8)
 def megabytes(num_bytes: float) -> str:
     """Return bytes in MB, without the unit."""
     return f"{num_bytes / 1e6:,.1f}"
-
-
-def reduction(num_bytes: float, reference_bytes: float) -> float:
-    """Return by which fraction something is smaller than a reference; negative if it is larger."""
-    return 1 - num_bytes / reference_bytes
 
 
 def describe_model(model: PlannedModel) -> str:
@@ -66,46 +68,226 @@ def describe_ranks(job: PlannedJob) -> str:
     )
 
 
-def persist_line(
-    job: PlannedJob, num_bytes: int, *, period_s: float, planned: float, unit: str = "iterations"
-) -> list[str]:
-    """Return how long a write takes and whether the next checkpoint comes late enough for it.
+Table = tuple[Sequence[str], Sequence[Sequence[object]]]  # headers, rows
 
-    Args:
-        job: says whether checkpoints go to storage, and how fast.
-        num_bytes: that the rank with the most writes.
-        planned: interval between writes, in units.
+
+class StrategyPlan(ABC):
+    """Plan of one strategy for a job: what it costs, and the words that `python -m moe_ft plan` prints.
+
+    Attributes:
+        longest_window: snapshots that a window may have.
+        is_exact: whether a recovery loses nothing.
     """
-    bandwidth = job.measured.storage_bandwidth
-    if bandwidth is None or not job.config.storage.persist_interval:
+
+    longest_window = 1
+    is_exact = True
+
+    def __init__(self, job: PlannedJob, strategy: str) -> None:
+        self.job = job
+        self.strategy = strategy
+
+    @property
+    @abstractmethod
+    def sizes(self) -> Sizes:
+        """Bytes that ranks save.
+
+        Raises:
+            ConfigError: if one of them follows from what was not given.
+        """
+
+    @property
+    @abstractmethod
+    def footprint(self) -> Footprint:
+        """Room that checkpoints take, at most."""
+
+    def choices(self) -> Mapping[str, Sequence[str]]:
+        """Return flags to compare, by where recoveries find the state; the bandwidths are known."""
+        return {}
+
+    def notes(self) -> list[str]:
+        """Return sentences on how it is planned."""
         return []
-    least = smallest_interval(num_bytes, bandwidth_bytes_per_s=bandwidth, iteration_s=period_s)
-    verdict = "is enough" if planned >= least else "is too short: persists will be skipped"
-    return [
-        f"persist: {num_bytes / bandwidth:.3f} s; smallest interval {least} {unit}; the one planned, "
-        f"{planned}, {verdict}"
-    ]
 
-
-def whole_line(job: PlannedJob, num_bytes: int) -> list[str]:
-    """Return what whole states on storage cost, if they are asked for (--moe-ft-persist-dense-interval).
-
-    Args:
-        num_bytes: of the whole state of the rank with the most.
-    """
-    if not job.config.storage.persists_dense:
+    def rows(self) -> list[tuple[str, str]]:
+        """Return names and values on snapshots."""
         return []
-    measured, costs = job.measured, []
-    if measured.bandwidth is not None:
-        stall_s = max(0.0, num_bytes / measured.bandwidth - measured.hidden_s)
-        costs.append(f"stall {stall_s:.3f} s")
-    if measured.storage_bandwidth is not None:
-        costs.append(f"written in {num_bytes / measured.storage_bandwidth:.3f} s")
-    every = job.config.storage.persist_dense_interval
-    return [
-        f"whole state on storage every {every} iterations: "
-        + "; ".join([f"{megabytes(num_bytes)} MB of the rank with the most", *costs])
-    ]
+
+    def tables(self) -> list[Table]:
+        """Return sizes."""
+        return []
+
+    def shares(self) -> dict[str, MemoryShare]:
+        """Return the columns on host memory."""
+        return {self.strategy: self.footprint.share}
+
+    @property
+    def full_share(self) -> MemoryShare:
+        """Host memory if every snapshot held everything at FULL."""
+        full = self.job.heaviest.full_bytes
+        return replace(self.footprint.share, region_bytes=full, pool_bytes=0)
+
+    def replays(self) -> list[str]:
+        """Return sentences on iterations that run again, where the bandwidths are known."""
+        return []
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of the rank with the most, its peers' replicas included."""
+        log_bytes = self.job.boundary_bytes(self.longest_window)
+        return self._total(self.footprint.share) + log_bytes
+
+    def _total(self, share: MemoryShare) -> int:
+        job = self.job
+        return share.total_bytes(
+            persists=job.persists,
+            replication_factor=job.replication_factor,
+            replica_regions=job.replica_regions,
+        )
+
+    def costs(self) -> Costs:
+        """Return what the strategy costs the job.
+
+        Raises:
+            ConfigError: if a measured value is missing, or the job cannot be planned.
+        """
+        share = self.footprint.share
+        return costs_of(self.job, self.strategy, self.sizes, share, self.host_bytes)
+
+    def report(self) -> str:
+        """Return the plan as text.
+
+        Raises:
+            ConfigError: if flags do not fit together.
+        """
+        lines = [f"{name}: {value}" for name, value in [*self.rows(), *self._limits()]]
+        parts = [
+            "\n".join([describe_ranks(self.job), *self.notes()]),
+            "\n".join(lines),
+            *(table(rows, headers) for headers, rows in self.tables()),
+            self._memory(),
+            self._losses(),
+            *self._failures(),
+        ]
+        return "\n\n".join(filter(None, parts))
+
+    def _limits(self) -> Iterator[tuple[str, str]]:
+        """Yield the limits that bandwidths set, those that were given."""
+        job, storage, speed = self.job, self.job.config.storage, self.job.measured.storage_bandwidth
+        links = known_links(job)
+        if links is not None:
+            sizes = self.sizes
+            window, lag = sizes.window, links.lag_iterations(sizes.snapshots)
+            stalls_s = links.stalls_s(sizes.snapshots)
+            period, every = sizes.interval, f"--moe-ft-interval {sizes.interval}"
+            if window > 1:
+                period, every = window + lag, f"windows of {window}"
+            overhead = sum(stalls_s) / (period * links.iteration_s)
+            yield (
+                "copy",
+                f"{max(sizes.snapshots) / links.bandwidth:.3f} s, alongside {links.hidden_s:.3f} s of "
+                f"forward and backward; stall {max(stalls_s):.3f} s, {overhead:.1%} of the time with {every}",
+            )
+        if speed is not None and storage.persist_interval:
+            sizes, iteration_s = self.sizes, job.measured.iteration_s or 0.0
+            planned, unit = sizes.interval * storage.persist_interval, "iterations"
+            if sizes.window > 1:
+                planned, unit = storage.persist_interval, "windows"
+                lag = 0 if links is None else links.lag_iterations(sizes.snapshots)
+                iteration_s *= sizes.window + lag
+            least = smallest_interval(
+                sizes.persisted_bytes, bandwidth_bytes_per_s=speed, iteration_s=iteration_s
+            )
+            verdict = "is enough" if planned >= least else "is too short: persists will be skipped"
+            yield (
+                "persist",
+                f"{sizes.persisted_bytes / speed:.3f} s; smallest interval {least} {unit}; the one planned, "
+                f"{planned}, {verdict}",
+            )
+        if storage.persists_dense:
+            whole = self.sizes.whole_bytes
+            found = [f"{megabytes(whole)} MB of the rank with the most"]
+            if links is not None:
+                found.append(f"stall {links.stalls_s([whole])[0]:.3f} s")
+            if speed is not None:
+                found.append(f"written in {whole / speed:.3f} s")
+            every = f"whole state on storage every {storage.persist_dense_interval} iterations"
+            yield every, "; ".join(found)
+
+    def _memory(self) -> str:
+        """Return the host memory of the rank that needs the most, of a node of these, and by parameter."""
+        job = self.job
+        factor, num_ranks = job.replication_factor, min(job.ranks_per_node, job.num_ranks)
+        num_parameters, shares = job.heaviest.num_elements, self.shares()
+        own = [share.own_bytes(persists=job.persists) for share in shares.values()]
+        kept = [factor * share.replica_bytes(job.replica_regions) for share in shares.values()]
+        state = [sum(each) for each in zip(own, kept, strict=True)]
+        both = [self._total(share) for share in shares.values()]
+        beside = [all_bytes - bytes_ for all_bytes, bytes_ in zip(both, state, strict=True)]
+        # Rounded up, so that a tmpfs of this size is enough.
+        node = [math.ceil(num_ranks * each / 1e5) * 1e5 for each in both]
+        what = "replicas" if job.config.memory.parity_nodes is None else "parity"
+        rows = [
+            ("a rank's own, MB", *map(megabytes, own)),
+            (f"{what} that it keeps ({factor}), MB", *map(megabytes, kept)),
+            ("headers, indexes and notes of both, MB", *map(megabytes, beside)),
+            ("a rank, MB", *map(megabytes, both)),
+            (f"a node of {num_ranks}, at most, MB", *map(megabytes, node)),
+            ("bytes per parameter, own", *(f"{each / num_parameters:.1f}" for each in own)),
+            ("bytes per parameter, all", *(f"{each / num_parameters:.1f}" for each in state)),
+        ]
+        return table(rows, ("host memory", *shares))
+
+    def _losses(self) -> str:
+        """Return what a fault loses on average with uniform routing; empty where recoveries are exact."""
+        if self.is_exact:
+            return ""
+        job, sizes, storage = self.job, self.sizes, self.job.config.storage
+        (in_memory, on_storage), every = sizes.rounds, sizes.interval * job.persist_interval
+        if storage.persists_dense and not storage.persist_interval:
+            on_storage, every = 1.0, storage.persist_dense_interval
+        rows = []
+        for name, rounds, interval in (
+            ("memory or peers", in_memory, sizes.interval),
+            ("storage (all nodes lost)", on_storage, every),
+        ):
+            if interval < math.inf:
+                lost = interval * (rounds - 1) / 2
+                row = [name, f"{lost:.2f}"]
+                if job.train_iterations:
+                    row.append(f"{lost / job.train_iterations:.4%}")
+                rows.append(row)
+        headers = ("a fault that recovers from", "loses tokens of iterations", "PLT")
+        return table(rows, headers[: len(rows[0])])
+
+    def _failures(self) -> Iterator[str]:
+        """Yield what a failure costs, if all is known that it follows from."""
+        mtbf_s = self.job.measured.mtbf_s
+        if mtbf_s is None and missing_links(self.job):
+            return
+        costs = self.costs()
+        kind = costs.fastest
+        recovery, replays = costs.recoveries[kind], costs.window - 1
+        rows = [
+            (f"{kind}", "", recovery.notice_s + recovery.processes_s + recovery.groups_s),
+            ("restore", f"{megabytes(self.sizes.read_bytes)} MB", recovery.state_s),
+            (
+                "conversion",
+                f"{replays} {'replay' if replays == 1 else 'replays'}",
+                recovery.replay_s,
+            ),
+            ("work to redo", f"{costs.mean_redone - replays:.1f} iterations", costs.redo_s(kind)),
+            ("E[R]", "", costs.failure_s(kind)),
+        ]
+        cells = [(name, what, f"{seconds:.2f}") for name, what, seconds in rows]
+        yield table(cells, ("recovery", "", "s"))
+        lines = self.replays()
+        if mtbf_s is not None:
+            ratio = ettr(costs.overhead, costs.failure_s(kind), mtbf_s)
+            lines.append(
+                f"a failure every {mtbf_s:g} s: {ratio:.4f} of the time is training (ETTR), with an "
+                f"overhead of {costs.overhead:.2%}"
+            )
+        yield "\n".join(lines)
 
 
 def boundary_line(job: PlannedJob, longest_window: int) -> list[str]:
@@ -123,84 +305,6 @@ def boundary_line(job: PlannedJob, longest_window: int) -> list[str]:
     ]
 
 
-def recovery_table(costs: Costs, read_bytes: float) -> str:
-    """Return what the parts of a recovery take on average.
-
-    Args:
-        read_bytes: of the rank that reads the most.
-    """
-    kind = costs.fastest
-    recovery, replays = costs.recoveries[kind], costs.window - 1
-    ready_s = recovery.notice_s + recovery.processes_s + recovery.groups_s
-    num_redone = costs.mean_redone - replays
-    rows = [
-        (f"{kind}", "", ready_s),
-        ("restore", f"{megabytes(read_bytes)} MB", recovery.state_s),
-        ("conversion", f"{replays} {'replay' if replays == 1 else 'replays'}", recovery.replay_s),
-        ("work to redo", f"{num_redone:.1f} iterations", costs.redo_s(kind)),
-        ("E[R]", "", costs.failure_s(kind)),
-    ]
-    cells = [(name, what, f"{seconds:.2f}") for name, what, seconds in rows]
-    return table(cells, ("recovery", "", "s"))
-
-
-def ettr_line(costs: Costs, mtbf_s: float | None) -> list[str]:
-    """Return the share of the time that is training, if the time between failures is known."""
-    if mtbf_s is None:
-        return []
-    ratio = ettr(costs.overhead, costs.failure_s(costs.fastest), mtbf_s)
-    return [
-        f"a failure every {mtbf_s:g} s: {ratio:.4f} of the time is training (ETTR), with an overhead of "
-        f"{costs.overhead:.2%}"
-    ]
-
-
-def failure_lines(
-    job: PlannedJob, cost: Callable[[PlannedJob], Costs], read_bytes: int
-) -> list[str]:
-    """Return what a failure costs, if the time between failures is known."""
-    if job.measured.mtbf_s is None:
-        return []
-    costs = cost(job)
-    return [recovery_table(costs, read_bytes), *ettr_line(costs, job.measured.mtbf_s)]
-
-
-def memory_table(job: PlannedJob, shares: Mapping[str, MemoryShare]) -> str:
-    """Return the host memory of the rank that needs the most, of a node of such ranks, and by parameter.
-
-    Args:
-        shares: by column, the rank's own state in one form.
-    """
-    factor, num_ranks = job.replication_factor, min(job.ranks_per_node, job.num_ranks)
-    num_parameters = job.heaviest.num_elements
-    own = [share.own_bytes(persists=job.persists) for share in shares.values()]
-    kept = [factor * share.replica_bytes(job.replica_regions) for share in shares.values()]
-    state = [sum(each) for each in zip(own, kept, strict=True)]
-    beside = [
-        share.beside_bytes(
-            persists=job.persists, replication_factor=factor, replica_regions=job.replica_regions
-        )
-        for share in shares.values()
-    ]
-    both = [sum(each) for each in zip(state, beside, strict=True)]
-    # Rounded up, so that a tmpfs of this size is enough.
-    node = [math.ceil(num_ranks * each / 1e5) * 1e5 for each in both]
-    rows = [
-        ("a rank's own, MB", *map(megabytes, own)),
-        (f"{_kept_name(job)} that it keeps ({factor}), MB", *map(megabytes, kept)),
-        ("headers, indexes and notes of both, MB", *map(megabytes, beside)),
-        ("a rank, MB", *map(megabytes, both)),
-        (f"a node of {num_ranks}, at most, MB", *map(megabytes, node)),
-        ("bytes per parameter, own", *(f"{each / num_parameters:.1f}" for each in own)),
-        ("bytes per parameter, all", *(f"{each / num_parameters:.1f}" for each in state)),
-    ]
-    return table(rows, ("host memory", *shares))
-
-
-def _kept_name(job: PlannedJob) -> str:
-    return "replicas" if job.config.memory.parity_nodes is None else "parity"
-
-
 def _count(number: int) -> str:
     return f"{number / 1e9:.3f}e9" if number >= 1e9 else f"{number / 1e6:.1f}e6"
 
@@ -211,11 +315,7 @@ def sent_bytes(job: PlannedJob, num_moe_layers: int) -> tuple[int, int]:
     Tables change nothing in it, and neither is optimizer state. Padding is not counted.
     """
     expert, rank = next(
-        (each, rank)
-        for stage in job.stages
-        for rank in stage.ranks
-        for each in rank.sizes
-        if each.kind is UnitKind.EXPERT
+        (each, rank) for rank in job.ranks for each in rank.sizes if each.kind is UnitKind.EXPERT
     )
     sizes = rank.sizes[expert]
     held = num_moe_layers * job.config.elastic.expert_slots * job.model.expert_parameters

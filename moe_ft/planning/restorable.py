@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from moe_ft.format.identity import Start
 from moe_ft.planning.recovery import Version
-from moe_ft.planning.remains import KeptRecord, Link, Pipelines, Remains, SentLog
+from moe_ft.planning.remains import KeptRecord, PipelineLayout, Remains, SentLog, StageLink
 
 # Iteration of the whole state, number of snapshots, and the start that wrote a window: another one may have
 # grouped its units differently. Whole states of several starts of one run fit together.
@@ -46,7 +46,7 @@ class StageState:
 class Restorable:
     """Remains of a failure, arranged for questions. Does not change them."""
 
-    def __init__(self, remains: Remains, pipelines: Pipelines) -> None:
+    def __init__(self, remains: Remains, pipelines: PipelineLayout) -> None:
         """Arrange the remains. What is of ranks that do not exist is left out."""
         self._pipelines = pipelines
         self._stage_of = {
@@ -60,7 +60,7 @@ class Restorable:
             self._logs[log.sender, log.receiver, log.direction, log.iteration].append(log)
         self._records = self._records_of(remains)
         self._own_record_only = remains.own_record_only
-        self._broken: dict[tuple[Link, int], tuple[int, int] | None] = {}
+        self._broken: dict[tuple[StageLink, int], tuple[int, int] | None] = {}
 
     def _states(self, remains: Remains) -> list[list[StageState]]:
         """Return ``[stage]`` the states that all its ranks have, in no particular order."""
@@ -100,7 +100,7 @@ class Restorable:
                 found[key] = min(found.get(key, each), each, key=_rank_record)
         return found
 
-    def broken_wire(self, link: Link, iteration: int) -> tuple[int, int] | None:
+    def broken_wire(self, link: StageLink, iteration: int) -> tuple[int, int] | None:
         """Return the first sender and receiver of a link whose log of an iteration is missing."""
         key = link, iteration
         if key not in self._broken:
@@ -111,7 +111,7 @@ class Restorable:
             self._broken[key] = next(missing, None)
         return self._broken[key]
 
-    def log(self, link: Link, wire: tuple[int, int], iteration: int) -> SentLog:
+    def log(self, link: StageLink, wire: tuple[int, int], iteration: int) -> SentLog:
         """Return the log of a sender for a receiver that is nearest to the receiver."""
         node = self._pipelines.node_of[wire[1]]
         return min(

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from moe_ft.planning.recovery import Ordered, StagePlan
-from moe_ft.planning.remains import KeptRecord, Pipelines, Remains, SentLog
+from moe_ft.planning.remains import KeptRecord, PipelineLayout, Remains, SentLog
 from moe_ft.planning.restorable import Restorable, StageState
 
 _MOST_REASONS = 3
@@ -93,7 +93,7 @@ class ScopeDecision:
     reason: str = ""
 
 
-def plan_scope(remains: Remains, pipelines: Pipelines) -> ScopeDecision:
+def plan_scope(remains: Remains, pipelines: PipelineLayout) -> ScopeDecision:
     """Return the local recovery with the newest target that runs the fewest iterations again."""
     search = _Search(Restorable(remains, pipelines), pipelines)
     reasons: list[str] = []
@@ -113,7 +113,7 @@ def _join(reasons: Sequence[str]) -> str:
 class _Search:
     """Search for what each stage restores. Changes nothing."""
 
-    def __init__(self, found: Restorable, pipelines: Pipelines) -> None:
+    def __init__(self, found: Restorable, pipelines: PipelineLayout) -> None:
         self._found, self._pipelines = found, pipelines
 
     def targets(self) -> list[int]:

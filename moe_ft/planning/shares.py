@@ -33,7 +33,7 @@ class Writer(NamedTuple):
     world_size: int
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class VersionRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A version; its writer and its node by number, its marks as bits."""
 
     writer: int
@@ -51,7 +51,7 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
 
     writers: list[Writer]
     nodes: list[str | None]
-    rows: list[Row]
+    rows: list[VersionRow]
 
 
 class Packer:
@@ -63,7 +63,7 @@ class Packer:
         # By the identities of what is long: the versions of one writer share it.
         self._known: dict[tuple[object, ...], int] = {}
 
-    def row(self, version: Version) -> Row:
+    def row(self, version: Version) -> VersionRow:
         """Return the row of a version."""
         key = (
             version.lineage,
@@ -78,7 +78,7 @@ class Packer:
         if writer is None:
             fields = Writer(*(getattr(version, name) for name in Writer._fields))
             writer = self._known[key] = self._writers.setdefault(fields, len(self._writers))
-        return Row(
+        return VersionRow(
             writer,
             self._nodes.setdefault(version.node, len(self._nodes)),
             version.rank,
@@ -101,7 +101,7 @@ class Unpacker:
     def __init__(self) -> None:
         self._writers: dict[Writer, Writer] = {}
 
-    def versions(self, table: Table, rows: Iterable[Row] | None = None) -> list[Version]:
+    def versions(self, table: Table, rows: Iterable[VersionRow] | None = None) -> list[Version]:
         """Return the versions of a table, or of rows that refer to it."""
         writers = [self._writers.setdefault(each, each)._asdict() for each in table.writers]
         return [
@@ -130,7 +130,7 @@ class Share(msgspec.Struct, frozen=True, array_like=True):
         logs: those that it reads, with the number of their scope.
     """
 
-    rows: list[Row]
+    rows: list[VersionRow]
     own: list[int]
     elsewhere: list[int]
     kept: list[int]
@@ -177,7 +177,7 @@ class _Rows:
     """Rows of one rank."""
 
     def __init__(self, packer: Packer) -> None:
-        self._packer, self.rows = packer, list[Row]()
+        self._packer, self.rows = packer, list[VersionRow]()
         self._numbers: dict[int, int] = {}
 
     def add(self, versions: Iterable[Version]) -> list[int]:

@@ -1,6 +1,7 @@
-"""Tables of slots: the expert of each slot of each rank, in one layer.
+"""Tables of slots: the expert of each slot of each rank in one layer, and who sends how many tokens where.
 
-Tables here level the load. Those that survive lost nodes are in replica_survival.py.
+Numbers of replicas follow from the tokens that go to each expert, ranks from the numbers. Tables here level
+the load. Those that survive lost nodes are in replica_survival.py.
 """
 
 from collections import Counter
@@ -11,8 +12,142 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.replica_counts import allocate, popular
-from moe_ft.planning.token_shares import divide
+
+Numbers = npt.NDArray[np.int64]
+
+
+def divide(totals: Numbers, weights: Numbers) -> Numbers:
+    """Divide integers in proportion to weights, by largest remainder; ties go to the first.
+
+    Args:
+        totals: ``[row]`` to be divided.
+        weights: ``[row, column]`` whose sum of a row is at least 1.
+
+    Returns:
+        ``[row, column]`` less than 1 from the exact share each; the sum of a row is its total.
+    """
+    sums = weights.sum(axis=1, keepdims=True)
+    found, rest = np.divmod(totals[:, None] * weights, sums)
+    missing = totals - found.sum(axis=1)
+    order = np.argsort(-rest, axis=1, kind="stable")
+    extra = (np.arange(weights.shape[1]) < missing[:, None]).astype(np.int64)
+    np.put_along_axis(found, order, np.take_along_axis(found, order, axis=1) + extra, axis=1)
+    return found
+
+
+def share_of(tokens: Numbers, replicas: Numbers, source: int) -> tuple[Numbers, Numbers]:
+    """Return how many tokens for each expert one rank sends to each other, and what all ranks get.
+
+    Every rank gets tokens of an expert in proportion to its replicas: its own first, then those that others
+    have left, in order of the ranks.
+
+    Args:
+        tokens: ``[source, expert]`` that a rank has for an expert.
+        replicas: ``[expert, rank]`` slots of a rank that have the expert.
+
+    Returns:
+        ``[expert, destination]``, whose sum over destinations are the rank's tokens; ``[rank]`` tokens that a
+        rank gets, of each expert less than one from the exact share.
+
+    Raises:
+        PlanError: if an expert has no replica.
+
+    Source: Lazarus, algorithm 1, with the sum of line 10 over all other receivers, and in integers.
+    """
+    own, sent, free = _left(tokens, replicas)
+    # Lay the tokens left to send and the room left on one line: where two pieces overlap, tokens go.
+    end, free_to = sent[:, : source + 1].sum(axis=1, keepdims=True), free.cumsum(axis=1)
+    first = np.maximum(end - sent[:, source, None], free_to - free)
+    found: Numbers = np.maximum(np.minimum(end, free_to) - first, 0)
+    found[:, source] += own[:, source]
+    return found, (own + free).sum(axis=0)
+
+
+def _left(tokens: Numbers, replicas: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+    """Return ``[expert, rank]`` tokens that stay, that are left to send, and that there is room for."""
+    if (lost := np.flatnonzero(replicas.sum(axis=1) == 0)).size:
+        raise PlanError(f"experts {', '.join(map(str, lost))} have no replica")
+    wanted = tokens.T
+    capacity = divide(wanted.sum(axis=1), replicas)
+    own = np.minimum(wanted, capacity)
+    return own, wanted - own, capacity - own
+
+
+def possible_minimum(num_experts: int, num_slots: int, minimum: int) -> int:
+    """Return the replicas that every expert can have, at most `minimum`.
+
+    Raises:
+        PlanError: if there are fewer slots than experts, or the minimum is less than 1.
+    """
+    if minimum < 1:
+        raise PlanError(f"every expert needs a replica, but the minimum is {minimum}")
+    if not 0 < num_experts <= num_slots:
+        raise PlanError(f"{num_experts} experts need as many slots, there are {num_slots}")
+    return min(minimum, num_slots // num_experts)
+
+
+def allocate(load: Sequence[int], num_slots: int, minimum: int) -> tuple[int, ...]:
+    """Return the replicas of each expert, in proportion to its load.
+
+    Experts get slots in order of their load, the least loaded first: the share of their load in what is left,
+    rounded down, and no less than the minimum. The last one gets the rest. If the slots do not suffice for
+    the minimum, it is the largest for which they do (section 6.2 of the paper).
+
+    Args:
+        load: ``[expert]`` tokens; equal ones are in order of the experts.
+        num_slots: of all ranks of the layer.
+        minimum: replicas that every expert should have, at least 1.
+
+    Returns:
+        ``[expert]`` replicas; their sum is `num_slots`.
+
+    Raises:
+        PlanError: as `possible_minimum` does.
+
+    Source: Lazarus, equation 1, in integers.
+    """
+    least = possible_minimum(len(load), num_slots, minimum)
+    counts = [0] * len(load)
+    slots, tokens = num_slots, sum(load)
+    ascending = sorted(range(len(load)), key=lambda expert: (load[expert], expert))
+    for done, expert in enumerate(ascending):
+        share = load[expert] * slots // tokens if tokens else slots // (len(load) - done)
+        counts[expert] = max(share, least)
+        slots -= counts[expert]
+        tokens -= load[expert]
+    assert slots == 0  # a share of the least loaded leaves the minimum for all others
+    return tuple(counts)
+
+
+def popular(load: Sequence[int], num_slots: int) -> tuple[int, ...]:
+    """Return the replicas of each expert, next to its share of the load of the last iteration.
+
+    Args:
+        load: ``[expert]`` tokens.
+        num_slots: of all ranks of the layer.
+
+    Returns:
+        ``[expert]`` replicas, at least 1; their sum is `num_slots`.
+
+    Raises:
+        PlanError: as `possible_minimum` does.
+
+    Source: SYMI, the placement of an iteration by the popularity of the one before.
+    """
+    possible_minimum(len(load), num_slots, 1)
+    goals = [tokens * num_slots for tokens in load] if any(load) else [num_slots] * len(load)
+    total = sum(load) or len(load)
+    counts = [max(goal // total, 1) for goal in goals]
+
+    def excess(expert: int) -> int:
+        return counts[expert] * total - goals[expert]
+
+    while sum(counts) > num_slots:
+        counts[max((each for each in range(len(load)) if counts[each] > 1), key=excess)] -= 1
+    while sum(counts) < num_slots:
+        counts[min(range(len(load)), key=excess)] += 1
+    return tuple(counts)
+
 
 Table = tuple[tuple[int, ...], ...]  # [rank][slot] expert
 Replicas = npt.NDArray[np.int64]  # [expert, rank] slots
@@ -58,7 +193,7 @@ def balanced(load: Sequence[int], num_ranks: int, slots_per_rank: int, minimum: 
         PlanError: if there are fewer slots than experts, or the minimum is less than 1.
     """
     counts = allocate(load, num_ranks * slots_per_rank, minimum)
-    placing = _Placing(load, counts, [[] for _ in range(num_ranks)], slots_per_rank)
+    placing = _SlotPlacing(load, counts, [[] for _ in range(num_ranks)], slots_per_rank)
     placing.fill(counts)
     return placing.table()
 
@@ -119,13 +254,14 @@ def skewed(num_experts: int, ratio: int, *, is_one_hot: bool) -> list[int]:
     return loads
 
 
-class _Placing:
+class _SlotPlacing:
     """Rows of a table that is being made, and the work of the ranks."""
 
     def __init__(
         self, load: Sequence[int], counts: Sequence[int], rows: list[list[int]], slots: int
     ) -> None:
-        self._rows, self._slots = rows, slots
+        self._rows = rows
+        self._slots = slots
         # Of one replica: tokens are divided equally among the replicas.
         self._each = [_SCALE * tokens // count for tokens, count in zip(load, counts, strict=True)]
         self._work = [sum(self._each[expert] for expert in row) for row in rows]

@@ -29,7 +29,7 @@ from moe_ft.format.encoding import checksum
 from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.identity import CUTS
 from moe_ft.planning.parity import ParityGroup
-from moe_ft.planning.remains import Pipelines
+from moe_ft.planning.remains import PipelineLayout
 from moe_ft.recovery.assembly import (
     build_strategy,
     ep_ranks_by_dp,
@@ -173,7 +173,7 @@ class Met:
     names: StartNames
     groups: Sequence[ParityGroup] = ()
     breakpoint: FileLayout | None = None
-    pipelines: Pipelines | None = None
+    pipelines: PipelineLayout | None = None
 
 
 # Of a rank: its stage; the first rank of its data-parallel group, and its numbers in that and in its
@@ -381,7 +381,7 @@ def _checksum_of_cuts(live: LiveState) -> str:
 
 def meet_pipelines(
     site: Site, facts: JobFacts, optimizer: Any, parameters: Sequence[LocalParameter], ranks: Ranks
-) -> Pipelines | None:
+) -> PipelineLayout | None:
     """Return the pipelines of a job whose stages can recover alone; None for any other. Called by all ranks.
 
     Says once if recoveries will be global although what the pipeline sends is logged.
@@ -411,7 +411,7 @@ def meet_pipelines(
     if blocked_by or mode == "global":
         return None
     pipelines = sorted({pipeline for pipeline, _ in everyone})
-    return Pipelines(
+    return PipelineLayout(
         stages=tuple(zip(*pipelines, strict=True)),
         node_of=tuple(info.node for info in site.topology.ranks),
         is_ring=facts.traffic.num_chunks > 1,

@@ -16,7 +16,7 @@ from moe_ft.simulate.failures import Change, Machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pool:
+class MachinePool:
     """Machines that a job may have.
 
     Attributes:
@@ -38,67 +38,18 @@ class Pool:
     least_nodes: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Course:
-    """A run as it went.
+@dataclass(kw_only=True, slots=True)
+class RunCourse:
+    """A run up to an instant. Positions and states are iterations, and parts of one.
 
     Attributes:
         seconds: by use; all of the time.
+        spans: ``(start, end, use)`` in order.
         num_failures: instants at which the job lost processes or machines.
         num_recoveries: that were finished. Failures during a recovery begin it again.
         num_fallbacks: failures after which no copy in memory was left, so that the state came from storage,
             or training began at the start.
         lost_iterations: of tokens whose training was lost.
-        spans: ``(start, end, use)`` in order.
-    """
-
-    seconds: dict[Spent, float]
-    num_failures: int
-    num_recoveries: int
-    num_fallbacks: int
-    lost_iterations: float
-    spans: tuple[tuple[float, float, Spent], ...]
-
-    @property
-    def shares(self) -> TimeShares:
-        """Shares of the time; the productive one is ETTR."""
-        return TimeShares.of(self.seconds)
-
-
-def run_course(
-    costs: Costs, kind: RecoveryKind, pool: Pool, changes: Iterable[Change], horizon_s: float
-) -> Course:
-    """Run a job for some time.
-
-    Args:
-        kind: of its recoveries, one of those that the costs have.
-        changes: of its machines, by ascending time.
-    """
-    run = _Run(costs=costs, kind=kind, pool=pool)
-    run.begin()
-    upcoming: Iterator[Change] = iter(changes)
-    change = next(upcoming, None)
-    while run.now_s < horizon_s:
-        change_s = math.inf if change is None else change.time_s
-        run.advance(min(change_s, horizon_s))
-        if change is not None and run.now_s >= change_s:
-            run.change(change)
-            change = next(upcoming, None)
-    return Course(
-        seconds=run.seconds,
-        num_failures=run.num_failures,
-        num_recoveries=run.num_recoveries,
-        num_fallbacks=run.num_fallbacks,
-        lost_iterations=run.lost_iterations,
-        spans=tuple(run.spans),
-    )
-
-
-@dataclass(kw_only=True, slots=True)
-class _Run:
-    """A run at an instant. Positions and states are iterations, and parts of one.
-
-    Attributes:
         position: where training is.
         reached: the farthest that it was. An iteration is productive until then, and redone from then on.
         state: the iteration of the first snapshot of the newest state that a recovery can begin with.
@@ -115,7 +66,7 @@ class _Run:
 
     costs: Costs
     kind: RecoveryKind
-    pool: Pool
+    pool: MachinePool
     now_s: float = 0.0
     position: float = 0.0
     reached: float = 0.0
@@ -133,13 +84,18 @@ class _Run:
     spares: deque[Machine] = field(default_factory=deque)
     joining: dict[Machine, int] = field(default_factory=dict)
     events: list[tuple[float, int, Machine, int | None]] = field(default_factory=list)
-    numbers: Iterator[int] = field(default_factory=count)
+    numbers: Iterator[int] = field(default_factory=count, compare=False)
     seconds: dict[Spent, float] = field(default_factory=lambda: dict.fromkeys(Spent, 0.0))
     spans: list[tuple[float, float, Spent]] = field(default_factory=list)
     num_failures: int = 0
     num_recoveries: int = 0
     num_fallbacks: int = 0
     lost_iterations: float = 0.0
+
+    @property
+    def shares(self) -> TimeShares:
+        """Shares of the time; the productive one is ETTR."""
+        return TimeShares.of(self.seconds)
 
     def begin(self) -> None:
         """Put machines into their places, if they are there."""
@@ -300,3 +256,25 @@ class _Run:
             if self.reached and not (self.is_short or self.is_recovering):  # trains without it
                 self.getting_ready_s = self.costs.recoveries[self.kind].ready_s
             self.num_missing -= 1
+
+
+def run_course(
+    costs: Costs, kind: RecoveryKind, pool: MachinePool, changes: Iterable[Change], horizon_s: float
+) -> RunCourse:
+    """Run a job for some time.
+
+    Args:
+        kind: of its recoveries, one of those that the costs have.
+        changes: of its machines, by ascending time.
+    """
+    run = RunCourse(costs=costs, kind=kind, pool=pool)
+    run.begin()
+    upcoming: Iterator[Change] = iter(changes)
+    change = next(upcoming, None)
+    while run.now_s < horizon_s:
+        change_s = math.inf if change is None else change.time_s
+        run.advance(min(change_s, horizon_s))
+        if change is not None and run.now_s >= change_s:
+            run.change(change)
+            change = next(upcoming, None)
+    return run

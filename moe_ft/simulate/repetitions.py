@@ -6,13 +6,13 @@ they cost and not by chance.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from statistics import NormalDist, fmean
 
 from moe_ft.planning.costs import Costs, RecoveryKind
 from moe_ft.planning.time_shares import TimeShares, calculate_shares
-from moe_ft.simulate.course import Course, Pool, run_course
+from moe_ft.simulate.course import MachinePool, RunCourse, run_course
 from moe_ft.simulate.failures import Change, Failures
 
 LEAST, MOST = 10, 1_000  # repetitions
@@ -30,7 +30,7 @@ class Setting:
     """
 
     failures: Failures | Sequence[Change]
-    pool: Pool
+    pool: MachinePool
     horizon_s: float
     seed: int = 0
     tolerance: float = 0.01
@@ -59,7 +59,7 @@ class Simulated:
     num_fallbacks: float
     lost_iterations: float
     calculated: TimeShares | None
-    first: Course
+    first: RunCourse
 
     @property
     def ettr(self) -> float:
@@ -78,7 +78,7 @@ def simulate(
     Args:
         on_course: told the relative half-width after each course; infinite at first.
     """
-    courses: list[Course] = []
+    courses: list[RunCourse] = []
     half_width, is_converged, failures = math.inf, False, setting.failures
     mean = squares = 0.0  # of ETTR so far: its mean, and the sum of squared differences from it
     num_failures = 0
@@ -90,9 +90,9 @@ def simulate(
             else failures
         )
         course = run_course(costs, kind, setting.pool, drawn, setting.horizon_s)
-        courses.append(
-            replace(course, spans=()) if courses else course
-        )  # these are what takes room
+        if courses:  # only the first is drawn, and spans are what takes room
+            course.spans.clear()
+        courses.append(course)
         count, ratio = len(courses), courses[-1].shares.productive
         difference, num_failures = ratio - mean, num_failures + courses[-1].num_failures
         mean += difference / count

@@ -9,17 +9,10 @@ from dataclasses import dataclass
 from typing import override
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.planning.costs import Costs
 from moe_ft.planning.host_memory import Footprint, MemoryShare
-from moe_ft.planning.job_costs import Saved, costs_of, interval_flags, known_machine, places
+from moe_ft.planning.job_costs import Sizes, interval_choices
 from moe_ft.planning.planned_job import PlannedJob
-from moe_ft.planning.report import (
-    describe_ranks,
-    failure_lines,
-    memory_table,
-    persist_line,
-    whole_line,
-)
+from moe_ft.planning.report import StrategyPlan, megabytes
 from moe_ft.strategies.interface import RankFacts, SnapshotPlan, Strategy, StrategyKind, WindowPlan
 from moe_ft.units import Level, UnitId
 
@@ -41,6 +34,59 @@ class DenseStrategy(Strategy):
         return self._plan
 
 
+class DensePlan(StrategyPlan):
+    """Plan of snapshots of everything."""
+
+    @property
+    @override
+    def sizes(self) -> Sizes:
+        job, most = self.job, self.job.heaviest.full_bytes
+        return Sizes(
+            snapshots=(most,),
+            interval=job.interval(most, most),
+            persisted_bytes=most,
+            read_bytes=most,
+            whole_bytes=most,
+            sent_share=job.sent_share(most),
+        )
+
+    @property
+    @override
+    def footprint(self) -> Footprint:
+        share = MemoryShare(
+            region_bytes=self.job.heaviest.full_bytes,
+            breakpoint_bytes=self.job.breakpoint_bytes,
+            gradient_bytes=self.job.gradient_bytes(),
+            index_bytes=self.job.index_bytes(),
+        )
+        return Footprint(share=share, checkpoint_bytes=sum(self.job.full_bytes))
+
+    @override
+    def choices(self) -> Mapping[str, Sequence[str]]:
+        most = self.job.heaviest.full_bytes
+        return interval_choices(self.job, most, most)
+
+    @override
+    def rows(self) -> list[tuple[str, str]]:
+        by_rank, gradient_bytes = self.job.full_bytes, self.job.gradient_bytes()
+        most = max(by_rank)
+        rows = [
+            (
+                "snapshot",
+                f"{megabytes(sum(by_rank))} MB in all, {megabytes(most)} MB of rank "
+                f"{by_rank.index(most)}, which has the most",
+            )
+        ]
+        if gradient_bytes:
+            value = (
+                f"{megabytes(gradient_bytes)} MB of the rank with the most, "
+                f"{1 / self.job.sent_share(most):.1f} times less than state; state is what a start sends "
+                "first, and what follows a lost one"
+            )
+            rows.append(("peers get gradients", value))
+        return rows
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dense(StrategyKind):
     """Needs nothing of a job."""
@@ -50,82 +96,12 @@ class Dense(StrategyKind):
         return "the whole state"
 
     @override
-    def report(self, job: PlannedJob) -> str:
-        sizes = job.by_rank([[rank.full_bytes for rank in stage.ranks] for stage in job.stages])
-        most = max(sizes)
-        size = (
-            f"snapshot: {sum(sizes) / 1e6:,.1f} MB in all, {most / 1e6:,.1f} MB of rank "
-            f"{sizes.index(most)}, which has the most"
-        )
-        lines = "\n".join([size, *_limits(job, most), *whole_line(job, most)])
-        memory = memory_table(job, {"dense": _share(job)})
-        return "\n\n".join(
-            [describe_ranks(job), lines, memory, *failure_lines(job, self.costs, most)]
-        )
-
-    @override
-    def costs(self, job: PlannedJob) -> Costs:
-        most = job.heaviest.full_bytes
-        saved = Saved(
-            snapshots=(most,),
-            interval=job.interval(most, most),
-            persisted_bytes=most,
-            read_bytes=most,
-            whole_bytes=most,
-            share=_share(job),
-            sent_share=job.sent_share(most),
-        )
-        return costs_of(job, self.name, saved)
-
-    @override
-    def choices(self, job: PlannedJob) -> Mapping[str, Sequence[str]]:
-        most = job.heaviest.full_bytes
-        return {
-            place: interval_flags(job, most, most, at_peers=at_peers)
-            for place, at_peers in places(job).items()
-        }
-
-    @override
-    def footprint(self, job: PlannedJob) -> Footprint:
-        sizes = job.by_rank([[rank.full_bytes for rank in stage.ranks] for stage in job.stages])
-        return Footprint(share=_share(job), checkpoint_bytes=sum(sizes))
+    def plan(self, job: PlannedJob) -> StrategyPlan:
+        return DensePlan(job, self.name)
 
     @override
     def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
         return DenseStrategy(facts.catalog.units)
-
-
-def _share(job: PlannedJob) -> MemoryShare:
-    return MemoryShare(
-        region_bytes=job.heaviest.full_bytes,
-        breakpoint_bytes=job.breakpoint_bytes,
-        gradient_bytes=job.gradient_bytes(),
-        index_bytes=job.index_bytes(),
-    )
-
-
-def _limits(job: PlannedJob, most_bytes: int) -> list[str]:
-    """Return the limits that bandwidths set, if they were given."""
-    measured, machine, lines = job.measured, known_machine(job), []
-    if measured.iteration_s is None:
-        return []
-    interval = job.interval(most_bytes, most_bytes)
-    if machine is not None:
-        (stall_s,) = machine.stalls_s([most_bytes])
-        overhead = stall_s / (interval * machine.iteration_s)
-        lines.append(
-            f"copied in {most_bytes / machine.bandwidth:.3f} s, alongside {machine.hidden_s:.3f} s of "
-            f"forward and backward; stall {stall_s:.3f} s, {overhead:.1%} of the time with --moe-ft-interval "
-            f"{interval}"
-        )
-    planned = interval * job.persist_interval
-    if gradient_bytes := job.gradient_bytes():
-        times = 1 / job.sent_share(most_bytes)
-        lines.append(
-            f"peers get gradients: {gradient_bytes / 1e6:,.1f} MB of the rank with the most, {times:.1f} "
-            "times less than state; state is what a start sends first, and what follows a lost one"
-        )
-    return [*lines, *persist_line(job, most_bytes, period_s=measured.iteration_s, planned=planned)]
 
 
 DENSE = Dense(name="dense", follows_gradients=True)

@@ -18,11 +18,10 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import ConfigPart
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import ExpertProgress, Gaps
-from moe_ft.planning.costs import Costs
 from moe_ft.planning.experts import Counts, ExpertFacts
-from moe_ft.planning.host_memory import Footprint
 from moe_ft.planning.lost_tokens import Debts, Loss, UnitVersion
 from moe_ft.planning.planned_job import PlannedJob
+from moe_ft.planning.report import StrategyPlan
 from moe_ft.units import Level, UnitId
 
 
@@ -121,7 +120,7 @@ class JobLoss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredBytes:
     """Bytes that a rank can move in an iteration, each None until measured.
 
     Attributes:
@@ -235,7 +234,7 @@ class Strategy(ABC):
         """Return by target the tokens of the stage whose updates are not there yet; nothing if none count."""
         return {}
 
-    def note_measured(self, measured: Measured) -> None:
+    def note_measured(self, measured: MeasuredBytes) -> None:
         """Note what this rank can do in an iteration, before `values` are asked for."""
 
     def agree(self, values: list[int]) -> dict[str, int]:
@@ -386,41 +385,14 @@ class StrategyKind(ABC):
         Called a second time when the number of iterations is known.
         """
 
-    def report(self, job: PlannedJob) -> str:
-        """Return what `python -m moe_ft plan` says of this strategy for a job.
+    def plan(self, job: PlannedJob) -> StrategyPlan:
+        """Return what the strategy costs a job that has it.
 
         Raises:
             ConfigError: if the job cannot be planned.
         """
         raise ConfigError(
-            f"--moe-ft-strategy={self.name} cannot be planned: it brings no report. Name another strategy."
-        )
-
-    def costs(self, job: PlannedJob) -> Costs:
-        """Return what the strategy costs a job, whose bandwidths are known.
-
-        Raises:
-            ConfigError: if a measured value is missing, or the job cannot be planned.
-        """
-        raise ConfigError(
-            f"--moe-ft-strategy={self.name} cannot be planned: it brings no costs. Name another strategy."
-        )
-
-    def choices(self, job: PlannedJob) -> Mapping[str, Sequence[str]]:
-        """Return flags for a job that plan compares, by where recoveries find the state; none if it has none.
-
-        The job has this strategy, and its bandwidths are known.
-        """
-        return {}
-
-    def footprint(self, job: PlannedJob) -> Footprint:
-        """Return the room that checkpoints of a job take, at most.
-
-        Raises:
-            ConfigError: if the job cannot be planned.
-        """
-        raise ConfigError(
-            f"--moe-ft-strategy={self.name} cannot be planned: it brings no sizes. Name another strategy."
+            f"--moe-ft-strategy={self.name} cannot be planned: it brings no plan. Name another strategy."
         )
 
     @abstractmethod

@@ -6,9 +6,9 @@ from moe_ft.config.strategy import NO_STRATEGY
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.dense import DENSE
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
-from moe_ft.strategies.partial.kind import PARTIAL
-from moe_ft.strategies.selective.kind import SELECTIVE
-from moe_ft.strategies.sparse.kind import SPARSE
+from moe_ft.strategies.partial.plan import PARTIAL
+from moe_ft.strategies.selective.plan import SELECTIVE
+from moe_ft.strategies.sparse.plan import SPARSE
 
 _kinds: dict[str, StrategyKind] = {}
 

@@ -5,6 +5,7 @@ their tokens. All ranks of a stage have the same numbers and so choose the same 
 a rank has are different.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as bind
@@ -23,6 +24,7 @@ from moe_ft.strategies.interface import (
     Resumed,
     SnapshotPlan,
     Strategy,
+    WindowPlan,
 )
 from moe_ft.units import Level, UnitId, parse_unit
 
@@ -99,7 +101,7 @@ class PlannedRun:
         )
 
 
-class Turn(NamedTuple):
+class SelectionTurn(NamedTuple):
     """State of a selection, as `ExpertProgress` keeps it; a strategy without one has the defaults."""
 
     cursor: int = 0
@@ -107,6 +109,26 @@ class Turn(NamedTuple):
     k_persist: int = 1
     least_k: int = 1
     interval: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SnapshotMemo:
+    """Changes that one snapshot makes once it is complete.
+
+    Attributes:
+        trained: ``[layer, expert]`` tokens of its versions.
+        is_whole: whether it is part of the whole state of its iteration.
+        cursor: of the next snapshot, where experts take turns.
+        remote: experts whose newest versions go to peers; None if peers get whatever they lack.
+        followed: numbers of the experts whose next step peers follow.
+    """
+
+    selection: Selection
+    trained: Counts
+    is_whole: bool
+    cursor: int = 0
+    remote: Selection | None = None
+    followed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -193,12 +215,16 @@ class RotatingExperts(Strategy):
         self._own = tuple(sorted(rotating))
         self.rotating = frozenset(self._own)
         self.counted_layers = tuple(layers)
-        self._experts, self._run = experts, run
+        self._experts = experts
+        self._run = run
         self._ledger = TokenLedger(layers, experts.num_experts, frozen)
         self.debts = Debts(tokens=np.zeros_like(self._ledger.routed)) if run.makes_up else None
         self._saved = Versions.none(experts.num_layers, experts.num_experts)  # in memory
         self._persisted = self._saved  # on storage
-        self._interval, self._saved_iteration = run.interval or 1, -1
+        self._interval = run.interval or 1
+        self._saved_iteration = -1
+        self._whole_iteration = -1
+        self._num_whole = 0  # snapshots towards the whole state of that iteration
 
     @property
     @override
@@ -206,11 +232,25 @@ class RotatingExperts(Strategy):
         return self._always.keys()
 
     @property
-    def _turn(self) -> Turn:
+    def _turn(self) -> SelectionTurn:
         """State of the selection now."""
-        return Turn(interval=self._interval)
+        return SelectionTurn(interval=self._interval)
 
-    def _snapshot(self, selection: Selection, turn: Turn) -> SnapshotPlan:
+    @property
+    @abstractmethod
+    def _num_of_whole(self) -> int:
+        """Snapshots that hold a whole state together, on the stage that needs most."""
+
+    @override
+    def possible_windows(self) -> list[WindowPlan]:
+        return [WindowPlan(snapshots=(SnapshotPlan(levels=self._always),))]
+
+    @override
+    def is_whole(self, iteration: int) -> bool:
+        # All stages take equally many snapshots: the last ones of some have no experts.
+        return iteration == self._whole_iteration and self._num_whole >= self._num_of_whole
+
+    def _snapshot(self, selection: Selection, turn: SelectionTurn) -> SnapshotPlan:
         """Return a snapshot of the selected experts as they are now."""
         routed, gaps = self._ledger.routed, dict(self._ledger.gaps)
         return SnapshotPlan(
@@ -257,7 +297,7 @@ class RotatingExperts(Strategy):
 
     def _progress(
         self,
-        turn: Turn,
+        turn: SelectionTurn,
         routed: Counts,
         gaps: dict[str, tuple[Gaps, ...]],
         debts: Debts | None,
@@ -290,12 +330,16 @@ class RotatingExperts(Strategy):
         """Return the versions of the experts that are known to be somewhere."""
         return {"memory": self._saved, "storage": self._persisted}
 
-    def _note_saved(self, selection: Selection, trained: Counts, iteration: int) -> None:
-        """Note that all ranks have a snapshot with these experts in memory."""
+    @override
+    def note_complete(self, plan: WindowPlan, iteration: int) -> None:
+        memo: SnapshotMemo = plan.memo
+        if memo.is_whole:
+            self._num_whole = 1 + self._num_whole * (iteration == self._whole_iteration)
+            self._whole_iteration = iteration
         if 0 <= self._saved_iteration < iteration:
             self._interval = iteration - self._saved_iteration
         self._saved_iteration = iteration
-        self._saved = self._saved.replaced(selection, Versions.of(trained, iteration))
+        self._saved = self._saved.replaced(memo.selection, Versions.of(memo.trained, iteration))
 
     def _persist(self, selection: Selection) -> PersistPlan:
         """Return the plan of writing the selected experts' versions in memory to storage."""

@@ -3,10 +3,9 @@
 import pytest
 
 from moe_ft.commands.command_line import plan_job, read_command
-from moe_ft.planning.planned_job import Measured
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.kind import PARTIAL as PARTIAL_KIND
-from moe_ft.strategies.partial.size import PartialSizes
+from moe_ft.planning.planned_job import MeasuredTimes
+from moe_ft.strategies.partial.plan import PartialPlan
+from moe_ft.strategies.partial.selection import PartialConfig
 from tests.demo_model import RERUNS
 from tests.jobs import CheckpointJob
 from tests.partial_runs import LAYERS, PARTIAL, follow, recount
@@ -16,8 +15,8 @@ from tests.shares import share_of
 def planned_bytes(*flags: str, num_ranks: int) -> list[list[int]]:
     """Return ``[rank][snapshot]`` the bytes that `plan` expects with one expert per layer."""
     command = read_command([*flags, "--moe-ft-event-log", "events"])
-    planned, _ = plan_job(command, Measured(), world_size=num_ranks, ranks_per_node=num_ranks)
-    workload = PartialSizes(planned, PartialConfig(), PARTIAL_KIND.build).plan_workload(1)
+    planned, _ = plan_job(command, MeasuredTimes(), world_size=num_ranks, ranks_per_node=num_ranks)
+    workload = PartialPlan(planned, PartialConfig()).plan_workload(1)
     return [list(of_rank) for of_rank in zip(*workload.rotation, strict=True)]
 
 

@@ -3,10 +3,9 @@
 import pytest
 
 from moe_ft.commands.command_line import plan_job, read_command
-from moe_ft.planning.planned_job import Measured, PlannedJob
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.kind import PARTIAL
-from moe_ft.strategies.partial.size import PartialSizes
+from moe_ft.planning.planned_job import MeasuredTimes, PlannedJob
+from moe_ft.strategies.partial.plan import PartialPlan
+from moe_ft.strategies.partial.selection import PartialConfig
 from tests.demo_model import deepseek_flags, layout_flags, model_flags
 from tests.jobs import CheckpointJob
 from tests.partial_runs import PARTIAL as PARTIAL_FLAGS
@@ -78,7 +77,7 @@ def test_ranks_save_what_plan_says(job: CheckpointJob, name: str, strategy: str)
     job.base = [*model, "--train-iters", "4", *job.place.dataset_flags]
     job.run(*own).check()
     command = read_command([*model, *own, "--moe-ft-event-log", "events"])
-    planned, _ = plan_job(command, Measured(), world_size=num_ranks, ranks_per_node=num_ranks)
+    planned, _ = plan_job(command, MeasuredTimes(), world_size=num_ranks, ranks_per_node=num_ranks)
     expected = rotation_of(planned, strategy)
     saved = [[line["bytes"] for line in job.events("snapshot", rank)] for rank in range(num_ranks)]
     assert saved[0]
@@ -89,7 +88,7 @@ def test_ranks_save_what_plan_says(job: CheckpointJob, name: str, strategy: str)
 def rotation_of(planned: PlannedJob, strategy: str) -> list[list[int]]:
     """Return ``[snapshot][rank]`` planned bytes, until snapshots are the first ones again."""
     if strategy == "partial":
-        workload = PartialSizes(planned, PartialConfig(), PARTIAL.build).plan_workload(K)
+        workload = PartialPlan(planned, PartialConfig()).plan_workload(K)
         return [list(each) for each in workload.rotation]
     stages = planned.stages
     return [planned.by_rank([[rank.full_bytes for rank in stage.ranks] for stage in stages])]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moe_ft.commands.command_line import plan_job, read_command
-from moe_ft.planning.planned_job import Measured
+from moe_ft.planning.planned_job import MeasuredTimes
 from moe_ft.planning.report import sent_bytes
 from tests import slotted
 from tests.demo_model import event_flags, layout_flags, model_flags
@@ -136,7 +136,7 @@ def test_replicas_that_follow_the_load_are_repeatable_and_level_the_ranks(runs: 
         assert sum(layer["tokens_before"]) == sum(layer["tokens_after"])
         assert max(layer["tokens_after"]) < max(layer["tokens_before"])
     command = read_command([*model_flags(num_layers=2, **model), *MOVING, *WHOLE])
-    planned, _ = plan_job(command, Measured(), world_size=NUM_RANKS, ranks_per_node=NUM_RANKS)
+    planned, _ = plan_job(command, MeasuredTimes(), world_size=NUM_RANKS, ranks_per_node=NUM_RANKS)
     lines = events(runs.events_of("first"), 0, "slot_table")
     for before, line in pairwise(lines):
         num_iterations = line["iteration"] - before["iteration"]

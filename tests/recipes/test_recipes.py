@@ -4,7 +4,7 @@ import pytest
 
 from megatron.fault_tolerance.program.plan import plan_job
 from moe_ft.config.flags import config_from_words
-from moe_ft.planning.planned_job import Measured
+from moe_ft.planning.planned_job import MeasuredTimes
 from moe_ft.strategies import registry
 from tests.recipes.page import PAGE, all_answers, page_with, tables
 from tests.recipes.recipe import Recipe, read_recipes
@@ -53,7 +53,7 @@ def test_recipe_is_planned_with_the_parameters_of_its_model(recipe: Recipe) -> N
     job, _ = plan_job(
         words,
         config,
-        Measured(),
+        MeasuredTimes(),
         world_size=recipe.gpus,
         ranks_per_node=recipe.gpus_per_node,
         runs_script=True,

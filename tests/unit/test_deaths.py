@@ -11,7 +11,7 @@ import pytest
 
 from moe_ft.cluster.answers import answer
 from moe_ft.cluster.membership import Job, Node, Policy, Reports, Shape, WithoutSpare
-from moe_ft.planning.protection import Answer, Launcher, Starter, block_of
+from moe_ft.planning.protection import Launcher, LossAnswer, Starter, block_of
 from tests.unit.moe_ft.planning.test_protection import protection_of
 from tests.unit.source import ROOT
 
@@ -76,15 +76,19 @@ def test_block_of_a_start_promises_what_the_law_answers_to_a_lost_node(
             lost = Node(id="b", name="b", number=1)
             found = answer(job, [lost], frozenset([1]))
             promised = line.partition("without one ")[2] or line if not has_spare else ""
-            how = {"repair": Answer.REPAIR, "start": Answer.RESTART, "over": Answer.END}[found.how]
+            how = {
+                "repair": LossAnswer.REPAIR,
+                "start": LossAnswer.RESTART,
+                "over": LossAnswer.END,
+            }[found.how]
             if has_spare:
                 assert kept.lost_node is how, (repair, most, fewest)
             elif found.hosts:
                 assert "a node that trains runs its ranks" in promised
             elif found.played:
                 assert "peers play its ranks" in promised
-            elif how is Answer.REPAIR:
+            elif how is LossAnswer.REPAIR:
                 assert "training waits until one registers" in promised
             else:
-                assert ("all ranks start again" in promised) == (how is Answer.RESTART)
-                assert ("the job ends" in promised) == (how is Answer.END)
+                assert ("all ranks start again" in promised) == (how is LossAnswer.RESTART)
+                assert ("the job ends" in promised) == (how is LossAnswer.END)

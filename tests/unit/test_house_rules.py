@@ -33,8 +33,6 @@ TESTED_ELSEWHERE = {
     "moe_ft/convert/densify.py": "a command: tests/distributed/test_whole_states.py calls moe_ft.cli",
     "moe_ft/commands/pages.py": "printed by `moe_ft plan`: commands/test_plan.py",
     "moe_ft/recovery/peers.py": "ranks meet with it: recovery/test_meet.py",
-    "moe_ft/strategies/partial/report.py": "printed by `moe_ft plan`: commands/test_plan.py",
-    "moe_ft/strategies/sparse/report.py": "printed by `moe_ft plan`: commands/test_plan.py",
     "megatron/fault_tolerance/checkpointer.py": "test_checkpointer.py imports it from its package",
     **dict.fromkeys(
         [f"megatron/fault_tolerance/seams/{name}.py" for name in ("iteration_check", "traces")],

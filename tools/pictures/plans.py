@@ -5,9 +5,7 @@ import numpy as np
 from moe_ft.planning.cells import cell_sizes, samples_of
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.strategies.partial.selection import advance, select_sequential, select_to_persist
-from moe_ft.strategies.sparse.popularity import fractions_of_layers
-from moe_ft.strategies.sparse.positions import RankUnits, StageUnits
-from moe_ft.strategies.sparse.windows import cut_window
+from moe_ft.strategies.sparse.windows import RankUnits, StageUnits, cut_window, fractions_of_layers
 from moe_ft.units import parse_unit
 from tools.pictures.svg import Drawing
 

@@ -62,7 +62,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.placement import planned_replicas
 from moe_ft.planning.planned_job import (
-    Measured,
+    MeasuredTimes,
     PlannedJob,
     PlannedModel,
 )
@@ -117,7 +117,7 @@ _NEEDS_KERNELS = {
 def plan_job(
     flags: Sequence[str],
     config: MoeFtConfig,
-    measured: Measured,
+    measured: MeasuredTimes,
     *,
     world_size: int,
     ranks_per_node: int,

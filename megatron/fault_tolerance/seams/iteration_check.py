@@ -36,7 +36,7 @@ from moe_ft.loop.corruption import Check, Finding
 from moe_ft.planning.opinions import (
     Accused,
     Depth,
-    Part,
+    IterationPart,
     accused,
     of_replica,
     replica_of,
@@ -164,7 +164,7 @@ class _Checked:
         digests = exchange.meet(own, _DIGESTS)
         said = exchange.meet(self._differences(digests), _DIFFERENCES)
         depths = [
-            {run: Depth(Part(part), *rest) for run, (part, *rest) in each.items()}
+            {run: Depth(IterationPart(part), *rest) for run, (part, *rest) in each.items()}
             for each, _ in said
         ]
         words = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from moe_ft.planning.opinions import Depth, Part
+from moe_ft.planning.opinions import Depth, IterationPart
 from moe_ft.state.bit_sums import MIX, bit_sum
 from moe_ft.state.random_states import current_rng
 from moe_ft.state.tensors import buffer_places, named_parameters, raw_tensor
@@ -40,11 +40,13 @@ class Trace:
         for chunk_index, chunk in enumerate(model):
             at = chunk_index * num_stages + stage
             for number, (words, module) in enumerate(_traced(chunk, "", "")):
-                self._modules.append((Depth(Part.FORWARD, at, number), words, module))
+                self._modules.append((Depth(IterationPart.FORWARD, at, number), words, module))
         self._parameters = {
             parameter: (
                 Depth(
-                    Part.BACKWARD, -(int(name[5 : name.index(".")]) * num_stages + stage), -number
+                    IterationPart.BACKWARD,
+                    -(int(name[5 : name.index(".")]) * num_stages + stage),
+                    -number,
                 ),
                 f"gradient of {name.replace('.module', '')}",
             )
@@ -115,7 +117,7 @@ class Trace:
         """Return where two runs differ first, and words for it; None if they are equal."""
         places = [(depth, words) for depth, words, _ in self._modules]
         places += [*self._parameters.values()]
-        places += [(Depth(Part.REST, 0, n), words) for n, words in enumerate(self._rest())]
+        places += [(Depth(IterationPart.REST, 0, n), words) for n, words in enumerate(self._rest())]
         found = [place for place, a, b in zip(places, own, other, strict=True) if a != b]
         return min(found, default=None)
 

@@ -9,7 +9,7 @@ from typing import Any, override
 
 from moe_ft.engine.clock import Clock
 from moe_ft.planning.interval import CheckpointCost, choose_interval
-from moe_ft.strategies.interface import Measured
+from moe_ft.strategies.interface import MeasuredBytes
 
 NUM_WARM_UP_ITERATIONS = 2
 NUM_QUIET_ITERATIONS = 3
@@ -156,9 +156,9 @@ class SnapshotProfile:
         return median(rate) * median(self._iteration_s)
 
     @property
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredBytes:
         """Abilities of this rank, as strategies know them."""
-        return Measured(
+        return MeasuredBytes(
             copied_bytes=self.copied_bytes,
             flow_bytes=self.flow_bytes,
             committed_bytes=self._in_an_iteration(self._commit_rate),

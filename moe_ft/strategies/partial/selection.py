@@ -1,22 +1,90 @@
-"""Selection of the experts in a partial snapshot: sequential and load-aware (MoC-System, section 3.2).
+"""Options of the strategy `partial`, and its selection of experts: sequential and load-aware.
 
-Everything is about the experts of one pipeline stage, whose ranks all choose the same. `RankShare` says how
-replicated state is divided by what else each rank of the stage saves. `ExpertsPerLayer` is their number k,
-fixed or automatic (as many as forward and backward hide; MoC-System, section 5.3). Dynamic-K may double it
-after a recovery, by the rule in planning/lost_tokens.py.
+Everything is about the experts of one pipeline stage, whose ranks all choose the same (MoC-System, section
+3.2). `RankShare` says how replicated state is divided by what else each rank of the stage saves.
+`ExpertsPerLayer` is their number k, fixed or automatic (as many as forward and backward hide; MoC-System,
+section 5.3). Dynamic-K may double it after a recovery, by the rule in planning/lost_tokens.py.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, override
 
 import numpy as np
 
+from moe_ft.config.fields import Bounds, ConfigPart, setting
+from moe_ft.errors import ConfigError
 from moe_ft.format.records import ExpertProgress
 from moe_ft.planning.experts import Counts, ExpertLayout
 from moe_ft.planning.lost_tokens import expected_plt, next_k
 from moe_ft.planning.sharding import adaptive_shares
-from moe_ft.strategies.partial.config import PartialConfig
 from moe_ft.strategies.rotating import PlannedRun, Selection
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartialConfig(ConfigPart):
+    """Partial experts checkpointing: which experts a snapshot holds."""
+
+    TITLE: ClassVar[str] = "strategy partial"
+    PAGE: ClassVar[str] = "partial.md"
+    k_snapshot: str = setting(
+        "auto",
+        "experts per MoE layer in each snapshot; auto = as many as can be copied while forward and "
+        "backward run",
+        metavar="{N,auto}",
+        bounds=Bounds(at_least=1),
+    )
+    k_persist: int = setting(
+        1,
+        "experts per MoE layer that each checkpoint writes to storage",
+        metavar="N",
+        bounds=Bounds(at_least=1),
+        reason="an expert that never goes to storage is lost with its node",
+        remedy="Give a number of experts per MoE layer",
+        needs=("persist_dir",),
+    )
+    selection: str = setting(
+        "sequential",
+        "which experts: one after the other, or those with the most unsaved tokens",
+        choices=("sequential", "load-aware"),
+    )
+    master_always_full: bool = setting(
+        False, "save the fp32 master weights of all experts in every snapshot"
+    )
+    dynamic_k: bool = setting(
+        False,
+        "double k after a recovery if one more could take the proportion of lost tokens past the share of "
+        "--moe-ft-plt-limit that this k has",
+    )
+    plt_limit: float = setting(
+        0.0375,
+        "proportion of the planned tokens that may be lost, as --moe-ft-dynamic-k tries to keep it",
+        bounds=Bounds(above=0, below=1),
+        remedy="Write 0.0375 for 3.75 percent",
+        needs=("dynamic_k",),
+        metavar="FRACTION",
+        page="lost_tokens.md",
+    )
+
+    @property
+    def k_in_memory(self) -> int | None:
+        """The experts in a snapshot, None for automatic; raises ConfigError if it is neither."""
+        return self.number_or_auto("k_snapshot")
+
+    @property
+    def is_load_aware(self) -> bool:
+        """True if experts are selected by their unsaved tokens, and not in turn."""
+        return self.selection == "load-aware"
+
+    @override
+    def check(self, world_size: int) -> None:
+        k_snapshot = self.k_in_memory
+        if k_snapshot is not None and self.k_persist > k_snapshot:
+            raise ConfigError(
+                f"--moe-ft-k-persist={self.k_persist} must be at most --moe-ft-k-snapshot={k_snapshot}: "
+                "storage is fed from what snapshots hold. Lower the first or raise the second."
+            )
+
 
 _SNAPSHOTS_BETWEEN_CHANGES = 10
 
@@ -198,7 +266,9 @@ class ExpertsPerLayer:
     """
 
     def __init__(self, options: PartialConfig, run: PlannedRun, num_experts: int) -> None:
-        self._options, self._run, self._num_experts = options, run, num_experts
+        self._options = options
+        self._run = run
+        self._num_experts = num_experts
         self.is_auto = options.k_in_memory is None
         self.may_grow = self.is_auto or options.dynamic_k
         self.snapshot = options.k_in_memory or 1
@@ -234,7 +304,8 @@ class ExpertsPerLayer:
         return True
 
     def _set(self, k: int) -> None:
-        self.snapshot, self._num_snapshots = k, 0
+        self.snapshot = k
+        self._num_snapshots = 0
 
     def resume(self, progress: ExpertProgress) -> None:
         """Continue with what the recovered state had, where that may change at all."""
@@ -269,6 +340,7 @@ class ExpertsPerLayer:
         if raised == self.snapshot:
             return False
         factor = -(-raised // self.snapshot)
-        self.least, self.persist = raised, min(factor * self.persist, self._num_experts)
+        self.least = raised
+        self.persist = min(factor * self.persist, self._num_experts)
         self._set(raised)
         return True

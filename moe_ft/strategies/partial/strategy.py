@@ -8,13 +8,20 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, override
 
+from moe_ft.arithmetic import ceil_div
 from moe_ft.format.records import ExpertProgress
-from moe_ft.planning.experts import Counts, Expert, ExpertLayout
+from moe_ft.planning.experts import Expert, ExpertLayout
 from moe_ft.planning.lost_tokens import Loss
-from moe_ft.strategies.interface import JobLoss, Measured, PersistPlan, SnapshotPlan, WindowPlan
-from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.interface import (
+    JobLoss,
+    MeasuredBytes,
+    PersistPlan,
+    SnapshotPlan,
+    WindowPlan,
+)
 from moe_ft.strategies.partial.selection import (
     ExpertsPerLayer,
+    PartialConfig,
     RankShare,
     advance,
     fill_up,
@@ -26,7 +33,14 @@ from moe_ft.strategies.partial.selection import (
     select_to_persist,
     sequential_bottleneck,
 )
-from moe_ft.strategies.rotating import PlannedRun, RotatingExperts, Selection, TokenLoss, Turn
+from moe_ft.strategies.rotating import (
+    PlannedRun,
+    RotatingExperts,
+    Selection,
+    SelectionTurn,
+    SnapshotMemo,
+    TokenLoss,
+)
 from moe_ft.units import UnitId
 
 
@@ -41,22 +55,6 @@ class PartialLoss(TokenLoss):
     def fields(self) -> dict[str, Any]:
         now = {"k_snapshot": self.k_snapshot, "k_persist": self.k_persist}
         return {**super().fields(), **now}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Memo:
-    """Changes that one snapshot makes once it is complete.
-
-    Attributes:
-        trained: ``[layer, expert]`` tokens of their versions.
-        start: position of the first layer in the next snapshot.
-        is_whole: whether it is part of the whole state of its iteration.
-    """
-
-    selection: Selection
-    trained: Counts
-    start: int
-    is_whole: bool
 
 
 class PartialStrategy(RotatingExperts):
@@ -83,12 +81,11 @@ class PartialStrategy(RotatingExperts):
             layers: names of the stage's MoE layers, in the order of the counts.
         """
         super().__init__(always, rotating, layers, experts, run, frozen)
-        self._options, self._share = options, share
+        self._options = options
+        self._share = share
         self.k = ExpertsPerLayer(options, run, experts.num_experts)
         self._divisions = share.possible(experts, [] if self.k.is_auto else self.k.possible())
         self._start = 0  # position of the first layer in the interleaved order
-        self._num_whole = 0  # snapshots towards the whole state of an iteration
-        self._whole_iteration = -1
         self._copied_bytes: float | None = None
 
     @property
@@ -112,8 +109,8 @@ class PartialStrategy(RotatingExperts):
         snapshot = replace(
             self._snapshot(selection, self._turn._replace(cursor=start)), shares=shares
         )
-        memo = _Memo(
-            selection=selection, trained=self._ledger.trained, start=start, is_whole=is_whole
+        memo = SnapshotMemo(
+            selection=selection, trained=self._ledger.trained, is_whole=is_whole, cursor=start
         )
         return WindowPlan(snapshots=(snapshot,), key=shares, memo=memo)
 
@@ -140,19 +137,19 @@ class PartialStrategy(RotatingExperts):
 
     @property
     @override
-    def _turn(self) -> Turn:
+    def _turn(self) -> SelectionTurn:
         k = self.k
-        return Turn(self._start, k.snapshot, k.persist, k.least, self._interval)
+        return SelectionTurn(self._start, k.snapshot, k.persist, k.least, self._interval)
 
     @override
     def possible_windows(self) -> list[WindowPlan]:
         plans = [SnapshotPlan(levels=self._always, shares=shares) for shares in self._divisions]
         return [WindowPlan(snapshots=(plan,), key=plan.shares) for plan in plans]
 
+    @property
     @override
-    def is_whole(self, iteration: int) -> bool:
-        num_experts = self._num_whole * self._k_whole
-        return iteration == self._whole_iteration and num_experts >= self._experts.num_experts
+    def _num_of_whole(self) -> int:
+        return ceil_div(self._experts.num_experts, self._k_whole)
 
     @property
     def _k_whole(self) -> int:
@@ -161,13 +158,10 @@ class PartialStrategy(RotatingExperts):
 
     @override
     def note_complete(self, plan: WindowPlan, iteration: int) -> None:
-        memo: _Memo = plan.memo
-        self._start = memo.start
+        super().note_complete(plan, iteration)
+        memo: SnapshotMemo = plan.memo
+        self._start = memo.cursor
         self.k.note_snapshot()
-        if memo.is_whole:
-            self._num_whole = 1 + self._num_whole * (iteration == self._whole_iteration)
-            self._whole_iteration = iteration
-        self._note_saved(memo.selection, memo.trained, iteration)
 
     @override
     def plan_persist(self, *, is_whole: bool = False) -> PersistPlan:
@@ -183,7 +177,7 @@ class PartialStrategy(RotatingExperts):
         return self._persist(selection)
 
     @override
-    def note_measured(self, measured: Measured) -> None:
+    def note_measured(self, measured: MeasuredBytes) -> None:
         self._copied_bytes = measured.copied_bytes
 
     @override

@@ -1,8 +1,8 @@
-"""Selection of experts within a budget of bytes per rank: by tokens x age, or by MoEtion's Algorithm 1.
+"""Options of the strategy `selective`, and its selection of experts within a budget of bytes per rank.
 
-Everything is about the experts of one pipeline stage, whose ranks all choose the same. A target is the memory
-of this node, that of peers, or storage; each has its own count of the tokens that an expert has got since it
-went there.
+The rule is tokens x age, or MoEtion's Algorithm 1. Everything is about the experts of one pipeline stage,
+whose ranks all choose the same. A target is the memory of this node, that of peers, or storage; each has its
+own count of the tokens that an expert has got since it went there.
 
 If all experts had to wait equally many tokens (most tokens first), the mean loss would be that of round
 robin. With steady rates the best periods are proportional to 1 / sqrt(rate): tokens x age leads there.
@@ -10,14 +10,79 @@ robin. With steady rates the best periods are proportional to 1 / sqrt(rate): to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, override
 
 import numpy as np
 import numpy.typing as npt
 
+from moe_ft.config.fields import PEERS, Bounds, ConfigPart, flag_of, parse_size, setting
+from moe_ft.errors import ConfigError
 from moe_ft.planning.experts import Counts, ExpertLayout
 from moe_ft.planning.lost_tokens import NEVER
 from moe_ft.strategies.rotating import Selection, Versions
-from moe_ft.strategies.selective.config import PAPER
+
+NAME = "selective"
+AGE, PAPER = "age", "paper"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SelectiveConfig(ConfigPart):
+    """Selective checkpoints: how much a snapshot may hold, and which experts those are."""
+
+    TITLE: ClassVar[str] = "strategy selective"
+    PAGE: ClassVar[str] = "selective.md"
+    local_budget: str = setting(
+        "auto",
+        "bytes of a rank in a snapshot, like 2GiB; auto = as many as can be copied while forward and "
+        "backward run, and committed until the next snapshot",
+        metavar="{SIZE,auto}",
+    )
+    remote_budget: str = setting(
+        "auto",
+        "bytes of a snapshot that each peer of a rank gets; auto = as many as can be sent until the next one",
+        metavar="{SIZE,auto}",
+        needs=(PEERS,),
+    )
+    selective_rule: str = setting(
+        AGE,
+        "which experts: those with the most tokens x age since their last save, or MoEtion's Algorithm 1 as "
+        "printed",
+        choices=(AGE, PAPER),
+    )
+    age_limit: int = setting(
+        200,
+        "iterations without a save after which an expert comes first, with or without tokens; not with "
+        "Algorithm 1",
+        metavar="N",
+        bounds=Bounds(at_least=1),
+        reason="an expert has an age after an iteration",
+        remedy="Give a number of iterations, larger than the interval between snapshots",
+        needs=(f"selective_rule={AGE}",),
+    )
+
+    @property
+    def local_bytes(self) -> int | None:
+        """Bytes of a snapshot, None for automatic; raises ConfigError if it is neither."""
+        return self._size("local_budget")
+
+    @property
+    def remote_bytes(self) -> int | None:
+        """Bytes that a peer gets of a snapshot, None for automatic; raises ConfigError if it is neither."""
+        return self._size("remote_budget")
+
+    def _size(self, name: str) -> int | None:
+        text = getattr(self, name)
+        return None if text == "auto" else parse_size(flag_of(name), text)
+
+    @override
+    def check(self, world_size: int) -> None:
+        for name in ("local_budget", "remote_budget"):
+            if self._size(name) == 0:
+                raise ConfigError(
+                    f"{flag_of(name)}={getattr(self, name)} must be more than 0 bytes: every snapshot holds "
+                    "the state outside experts. Give more, or auto."
+                )
+
 
 STATE_BYTES = 12  # of Adam's state of one parameter
 STAYS = 1.32  # an expert is followed until its rate is so many times below what it takes: 15 % in its period
@@ -65,7 +130,8 @@ class RankLoads:
         self, always: Sequence[int], costs: npt.NDArray[np.int64], gradient_bytes: int = 4
     ) -> None:
         """Take ``[rank]`` bytes that every snapshot holds, those of experts, and those of a gradient."""
-        self._always, self.costs = np.asarray(always, np.int64), costs
+        self._always = np.asarray(always, np.int64)
+        self.costs = costs
         self.per_gradient = STATE_BYTES // gradient_bytes
         self.has_units = costs.any(axis=0)
         self._holders = [np.flatnonzero(costs[:, each]) for each in range(costs.shape[1])]

@@ -19,32 +19,32 @@ import numpy.typing as npt
 
 from moe_ft.planning.experts import Counts, Expert, ExpertLayout
 from moe_ft.planning.lost_tokens import NEVER, Loss
-from moe_ft.strategies.interface import Measured, PersistPlan, Resumed, SnapshotPlan, WindowPlan
-from moe_ft.strategies.rotating import PlannedRun, RotatingExperts, Selection, Versions
-from moe_ft.strategies.selective.config import PAPER, SelectiveConfig
-from moe_ft.strategies.selective.selection import Need, RankLoads, as_selection, by_rate, select
+from moe_ft.strategies.interface import (
+    MeasuredBytes,
+    PersistPlan,
+    Resumed,
+    WindowPlan,
+)
+from moe_ft.strategies.rotating import (
+    PlannedRun,
+    RotatingExperts,
+    Selection,
+    SnapshotMemo,
+    Versions,
+)
+from moe_ft.strategies.selective.selection import (
+    PAPER,
+    Need,
+    RankLoads,
+    SelectiveConfig,
+    as_selection,
+    by_rate,
+    select,
+)
 from moe_ft.units import UnitId
 
 _SNAPSHOTS_BETWEEN_CHANGES = 10
 _NOTABLE_CHANGE = 0.05
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Memo:
-    """Changes that one snapshot makes once it is complete.
-
-    Attributes:
-        trained: ``[layer, expert]`` tokens of its versions.
-        remote: experts whose newest versions go to peers; None if peers get whatever they lack.
-        is_whole: whether it is part of the whole state of its iteration.
-        followed: numbers of the experts whose next step peers follow.
-    """
-
-    selection: Selection
-    trained: Counts
-    remote: Selection | None
-    is_whole: bool
-    followed: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,8 @@ class Budget:
     """
 
     def __init__(self, given: int | None) -> None:
-        self.is_auto, self.num_bytes = given is None, given
+        self.is_auto = given is None
+        self.num_bytes = given
         self._num_snapshots = 0  # since the last change
 
     def note_snapshot(self) -> None:
@@ -97,7 +98,8 @@ class Budget:
                 return False
             if abs(least - self.num_bytes) <= _NOTABLE_CHANGE * self.num_bytes:
                 return False
-        self.num_bytes, self._num_snapshots = least, 0
+        self.num_bytes = least
+        self._num_snapshots = 0
         return True
 
 
@@ -127,9 +129,13 @@ class SelectiveStrategy(RotatingExperts):
             are_followed: whether peers get gradients.
         """
         super().__init__(always, rotating, layers, experts, run, frozen)
-        self._options, self._loads, self._place = options, loads, place
-        self.local, self.remote = Budget(options.local_bytes), Budget(options.remote_bytes)
-        self._has_peers, self._are_followed = has_peers, are_followed
+        self._options = options
+        self._loads = loads
+        self._place = place
+        self.local = Budget(options.local_bytes)
+        self.remote = Budget(options.remote_bytes)
+        self._has_peers = has_peers
+        self._are_followed = are_followed
         self._gradients = loads.as_gradients()
         self._follows = are_followed and options.selective_rule != PAPER
         self._can_follow = True
@@ -140,11 +146,11 @@ class SelectiveStrategy(RotatingExperts):
         self._takes_all = self.local.is_auto or run.takes_whole
         self._sent: Versions | None = None  # at peers; None until they have whatever memory has
         self._whole = np.zeros((experts.num_layers, experts.num_experts), np.bool_)
-        self._whole_iteration = -1
-        # Snapshots that hold a whole state together: of this stage, of the stage that needs most, and so far.
-        self._own_rounds, self._most_rounds, self._num_rounds = self._count_rounds(), 1, 0
+        # Snapshots that hold a whole state together: of this stage, and of the stage that needs most.
+        self._own_rounds = self._count_rounds()
+        self._most_rounds = 1
         self._num_complete = 0
-        self._measured = Measured()
+        self._measured = MeasuredBytes()
 
     def _count_rounds(self) -> int:
         left, num_rounds = np.flatnonzero(self._loads.has_units), 0
@@ -178,7 +184,7 @@ class SelectiveStrategy(RotatingExperts):
         if remote is not None:
             units = self._of_this_rank(remote, self._ledger.routed, self._ledger.gaps)
             snapshot = replace(snapshot, remote=frozenset(units))
-        memo = _Memo(
+        memo = SnapshotMemo(
             selection=selection,
             trained=trained,
             remote=remote,
@@ -284,15 +290,14 @@ class SelectiveStrategy(RotatingExperts):
         return as_selection(self._loads.fill(numbers, rooms, used), self._experts)
 
     @override
-    def possible_windows(self) -> list[WindowPlan]:
-        return [WindowPlan(snapshots=(SnapshotPlan(levels=self._always),))]
-
-    @override
     def is_whole(self, iteration: int) -> bool:
         is_done = bool(self._whole.ravel()[self._loads.has_units].all())
-        # All stages take equally many snapshots: the last ones of some have no experts.
-        is_last = self._num_rounds >= self._most_rounds
-        return iteration == self._whole_iteration and is_done and is_last
+        return is_done and super().is_whole(iteration)
+
+    @property
+    @override
+    def _num_of_whole(self) -> int:
+        return self._most_rounds
 
     @property
     @override
@@ -306,7 +311,7 @@ class SelectiveStrategy(RotatingExperts):
 
     @override
     def note_begun(self, plan: WindowPlan) -> None:
-        memo: _Memo = plan.memo
+        memo: SnapshotMemo = plan.memo
         if memo.followed != self._next:
             self._next = memo.followed
             chosen = as_selection(sorted(memo.followed), self._experts)
@@ -322,23 +327,21 @@ class SelectiveStrategy(RotatingExperts):
 
     @override
     def note_complete(self, plan: WindowPlan, iteration: int) -> None:
-        memo: _Memo = plan.memo
+        memo: SnapshotMemo = plan.memo
+        if memo.is_whole:
+            if iteration != self._whole_iteration:
+                self._whole[:] = False
+            for layer, experts in enumerate(memo.selection):
+                self._whole[layer, list(experts)] = True
+        super().note_complete(plan, iteration)
         self._num_complete += 1
         for budget in (self.local, self.remote):
             budget.note_snapshot()
-        if memo.is_whole:
-            if iteration != self._whole_iteration:
-                self._whole[:], self._whole_iteration = False, iteration
-                self._num_rounds = 0
-            self._num_rounds += 1
-            for layer, experts in enumerate(memo.selection):
-                self._whole[layer, list(experts)] = True
-        self._note_saved(memo.selection, memo.trained, iteration)
         self._sent_iteration = -1
 
     @override
     def note_sent(self, plan: WindowPlan) -> None:
-        memo: _Memo = plan.memo
+        memo: SnapshotMemo = plan.memo
         if memo.remote is None or self._sent is None:
             self._sent = self._saved
         else:
@@ -358,7 +361,7 @@ class SelectiveStrategy(RotatingExperts):
         return self._persist(self._choose(need, rooms))
 
     @override
-    def note_measured(self, measured: Measured) -> None:
+    def note_measured(self, measured: MeasuredBytes) -> None:
         self._measured = measured
 
     @override
@@ -388,6 +391,9 @@ class SelectiveStrategy(RotatingExperts):
 
     @override
     def resume(self, resumed: Resumed) -> Loss:
-        self._sent, self._rates, self._sent_iteration = None, None, -1
-        self._next, self._next_units = frozenset(), frozenset()
+        self._sent = None
+        self._rates = None
+        self._sent_iteration = -1
+        self._next = frozenset()
+        self._next_units = frozenset()
         return super().resume(resumed)

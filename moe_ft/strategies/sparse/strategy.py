@@ -1,30 +1,96 @@
 """Strategy `sparse` (MoEvement): windows of snapshots, each with one group of units at FULL. Pure.
 
-positions.py orders the units, windows.py cuts groups. `WindowLength` is the length of windows: fixed, or the
-shortest whose snapshots cost no time, measured while training. recovery/restore.py turns a window into the
-state at its end.
+windows.py orders the units and cuts groups. `WindowLength` is the length of windows: fixed, or the shortest
+whose snapshots cost no time, measured while training. recovery/restore.py turns a window into the state at
+its end.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 import numpy as np
 
+from moe_ft.config.fields import Bounds, ConfigPart, setting
 from moe_ft.planning.experts import Counts
-from moe_ft.strategies.interface import Measured, Resumed, SnapshotPlan, Strategy, WindowPlan
-from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.popularity import Popularity, has_moved
-from moe_ft.strategies.sparse.positions import RankUnits, StageOrder, StageUnits
+from moe_ft.strategies.interface import MeasuredBytes, Resumed, SnapshotPlan, Strategy, WindowPlan
 from moe_ft.strategies.sparse.windows import (
+    MEASURES,
+    Popularity,
     PositionSizes,
+    RankUnits,
+    StageOrder,
+    StageUnits,
     WindowCuts,
     cut_window,
+    has_moved,
     most_window_bytes,
     reserved_window_bytes,
     snapshot_bytes,
 )
 from moe_ft.units import Level, UnitId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SparseConfig(ConfigPart):
+    """Sparse windows: how many snapshots hold everything once, and which units come first."""
+
+    TITLE: ClassVar[str] = "strategy sparse"
+    PAGE: ClassVar[str] = "sparse.md"
+    window: str = setting(
+        "auto",
+        "snapshots of consecutive iterations that together hold every unit; auto = as few as cost no "
+        "time, measured while training",
+        metavar="{N,auto}",
+        bounds=Bounds(at_least=1),
+    )
+    max_window: int = setting(
+        8,
+        "longest window that auto may choose; host memory is reserved for it",
+        metavar="N",
+        bounds=Bounds(at_least=1),
+        remedy="Give a number of snapshots",
+        needs=("window=auto",),
+    )
+    unit_order: str = setting(
+        "count",
+        "what makes an expert popular, and so late in the window: its tokens, the probabilities that the "
+        "gate gives it for all tokens, or a decaying average of its tokens",
+        choices=MEASURES,
+    )
+    popularity_decay: float = setting(
+        0.9,
+        "share of the average that an iteration keeps with --moe-ft-unit-order decayed",
+        bounds=Bounds(at_least=0, below=1),
+        remedy="Write 0.9 to remember about ten iterations",
+        needs=("unit_order=decayed",),
+        metavar="FRACTION",
+    )
+    reorder_change: float = setting(
+        0.10,
+        "relative change of an expert's share of tokens that counts as one",
+        bounds=Bounds(at_least=0),
+        remedy="Write 0.1 for ten percent",
+        metavar="FRACTION",
+    )
+    reorder_fraction: float = setting(
+        0.25,
+        "fraction of the experts that must have changed before units are ordered again",
+        bounds=Bounds(at_least=0, at_most=1),
+        remedy="Write 0.25 for a quarter of the experts",
+        metavar="FRACTION",
+    )
+
+    @property
+    def is_soft(self) -> bool:
+        """True if the gate's probabilities are summed up, not tokens."""
+        return self.unit_order == "soft-count"
+
+    @property
+    def window_snapshots(self) -> int | None:
+        """The window, None for automatic; raises ConfigError if it is neither."""
+        return self.number_or_auto("window")
+
 
 _SHRINK_MARGIN = 0.9  # a shorter window must fit with some room, or the length would swing
 MEMORY_MARGIN = 0.1  # beyond what a window takes whose order is as good as random
@@ -68,7 +134,8 @@ class WindowLength:
         measured_for = order, self.now
         has_moved = self.budget_bytes is None or _has_changed(budget_bytes, self.budget_bytes)
         if has_moved or measured_for != self._measured_for:
-            self.budget_bytes, self._measured_for = budget_bytes, measured_for
+            self.budget_bytes = budget_bytes
+            self._measured_for = measured_for
             wanted = self._shortest(budget_bytes, largest)
             if wanted < self.now:
                 roomy = self._shortest(int(budget_bytes * _SHRINK_MARGIN), largest)
@@ -167,7 +234,9 @@ class SparseStrategy(Strategy):
         Args:
             ranks: ``[rank of the stage]``.
         """
-        self._rank, self._own, self._options = rank, ranks[rank], options
+        self._rank = rank
+        self._own = ranks[rank]
+        self._options = options
         self.counted_layers = tuple(layers)
         num_experts = 1 + max((unit.expert for each in ranks for unit in each.sizes), default=0)
         self._popularity = Popularity(options.unit_order, options.popularity_decay)
@@ -297,7 +366,7 @@ class SparseStrategy(Strategy):
         self.length.resume(resumed.window)
 
     @override
-    def note_measured(self, measured: Measured) -> None:
+    def note_measured(self, measured: MeasuredBytes) -> None:
         copied_bytes, flow_bytes = measured.copied_bytes, measured.flow_bytes
         if self.length.is_auto and copied_bytes is not None and flow_bytes is not None:
             budget = int(min(copied_bytes, flow_bytes))

@@ -15,8 +15,8 @@ from benchmarks.papers.sizes import (
     checkpoint_bytes,
     paper_workload,
     rank_bytes,
+    reduction,
 )
-from moe_ft.planning.report import reduction
 from tests.unit.benchmarks.shapes import TINY, shapes
 
 LARGE = PRESETS["gpt-350m-16e"]

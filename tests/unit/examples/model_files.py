@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moe_ft.commands.command_line import plan_job, read_command
 from moe_ft.planning.host_memory import Footprint
-from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.planned_job import MeasuredTimes, PlannedJob
 from moe_ft.strategies import registry
 from moe_ft.tables import table
 
@@ -95,13 +95,14 @@ def plan_of(name: str, strategy: str, *extra: str) -> Plan:
     names = {"dense": list(speeds)[:2], "partial": []}.get(strategy, speeds)
     job, _ = plan_job(
         command,
-        Measured(iteration_s=model.iteration_s, **{each: speeds[each] for each in names}),
+        MeasuredTimes(iteration_s=model.iteration_s, **{each: speeds[each] for each in names}),
         world_size=model.world_size,
         ranks_per_node=model.ranks_per_node,
     )
     kind = registry.kind_of(strategy)
     assert kind is not None
-    return Plan(job, kind.footprint(job), kind.report(job))
+    found = kind.plan(job)
+    return Plan(job, found.footprint, found.report())
 
 
 def comment_of(name: str) -> str:

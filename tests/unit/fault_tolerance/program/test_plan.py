@@ -9,7 +9,7 @@ from megatron.fault_tolerance.program import stages
 from megatron.fault_tolerance.program.plan import plan_job
 from moe_ft.commands.command_line import read_command
 from moe_ft.errors import ConfigError
-from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.planned_job import MeasuredTimes, PlannedJob
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.planning.described import LARGE, SMALL, planned_job
 
@@ -23,7 +23,7 @@ def planned(
     return plan_job(
         [*flags, *DENSE],
         config,
-        Measured(),
+        MeasuredTimes(),
         world_size=world_size,
         ranks_per_node=4,
         runs_script=runs_script,

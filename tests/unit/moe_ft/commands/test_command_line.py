@@ -4,7 +4,7 @@ import pytest
 
 from moe_ft.commands.command_line import read_command, read_launch
 from moe_ft.errors import ConfigError
-from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.selection import PartialConfig
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from moe_ft.cli import main
 from moe_ft.commands.command_line import plan_job, read_command
-from moe_ft.commands.model_config import Model, model_of
+from moe_ft.commands.model_config import ModelFlags, model_of
 from moe_ft.convert.huggingface.config_file import check_values, find_family
 from moe_ft.errors import ConfigError
-from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.planned_job import MeasuredTimes, PlannedJob
 from tests.unit.moe_ft.commands.published_models import is_printed, read_published
 
 PUBLISHED = read_published()
@@ -33,7 +33,7 @@ SIZES = (
 )
 
 
-def values_of(model: Model) -> dict[str, Any]:
+def values_of(model: ModelFlags) -> dict[str, Any]:
     """Return the flags of a model with their values."""
     found: dict[str, Any] = {}
     for word in model.flags:
@@ -103,11 +103,11 @@ def test_config_of_a_published_model_has_its_parameters(name: str) -> None:
     assert active == pytest.approx(model.active, rel=0.002)
 
 
-def built(model: Model) -> PlannedJob:
+def built(model: ModelFlags) -> PlannedJob:
     """Return the job of a model on one rank."""
     words = ("--bf16", "--use-distributed-optimizer", "--seq-length", "128")
     command = read_command([*model.flags, *words, "--moe-ft-strategy", "dense"])
-    return plan_job(command, Measured(), world_size=1, ranks_per_node=1)[0]
+    return plan_job(command, MeasuredTimes(), world_size=1, ranks_per_node=1)[0]
 
 
 def small(name: str, **changes: Any) -> dict[str, Any]:
@@ -137,7 +137,7 @@ WHOLE = (
 )
 
 
-def check_built(model: Model) -> None:
+def check_built(model: ModelFlags) -> None:
     """Check that Megatron builds a model of the parameters that its config.json has."""
     job = built(model)
     elements = job.stages[0].elements.items()

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.commands.model_config import model_of
-from moe_ft.commands.model_fields import Fields, linear_attention, state_space
+from moe_ft.commands.model_config import Fields, linear_attention, model_of, state_space
 from moe_ft.commands.plan_inputs import read_model
 from moe_ft.errors import ConfigError
 from tests.unit.moe_ft.commands.published_models import read_published

@@ -15,10 +15,10 @@ from moe_ft.cli import main
 from moe_ft.commands import plan
 from moe_ft.commands.command_line import TrainingCommand, plan_job, planned_start, read_command
 from moe_ft.commands.plan import compare
+from moe_ft.commands.plan_advice import Proposal, word
 from moe_ft.commands.plan_inputs import cluster_names, model_names
-from moe_ft.commands.plan_words import Told, word
 from moe_ft.errors import ConfigError
-from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.planned_job import MeasuredTimes, PlannedJob
 from tests.shares import share_of
 from tests.unit.moe_ft.commands.test_plan_inputs import write_log
 from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, SMALL
@@ -146,7 +146,7 @@ def words_of(text: str) -> list[str]:
     return shlex.split(text.replace("\\\n", ""))
 
 
-def check_recommended(model: str, cluster: str, flags: Sequence[str] = ()) -> Told | None:
+def check_recommended(model: str, cluster: str, flags: Sequence[str] = ()) -> Proposal | None:
     """Run the rules of a start over the recommended command; None if the job does not fit the GPUs."""
     try:
         told = compare(["--model", model, "--cluster", cluster, "--", *flags])
@@ -174,7 +174,7 @@ def test_recommended_command_of_each_preset_breaks_no_rule_of_a_start(
     built: dict[tuple[int, ...], tuple[PlannedJob, list[str]]] = {}
 
     def build(
-        command: TrainingCommand, measured: Measured, **ranks: int
+        command: TrainingCommand, measured: MeasuredTimes, **ranks: int
     ) -> tuple[PlannedJob, list[str]]:
         if (key := (*ranks.values(),)) not in built:
             built[key] = plan_job(command, measured, **ranks)
@@ -412,7 +412,7 @@ def test_measured_run_gives_the_times_of_a_plan(
     assert main([*own, *SMALL, "--moe-ft-strategy", "dense"]) == 0
     text = capsys.readouterr().out
     # 10,436,352 bytes at what was given, and 2 s of an iteration as measured.
-    assert "copied in 2.087 s, alongside 2.000 s of forward and backward" in text
+    assert "copy: 2.087 s, alongside 2.000 s of forward and backward" in text
     assert "a failure every 50 s" in text
 
 

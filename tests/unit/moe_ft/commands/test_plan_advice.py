@@ -33,7 +33,7 @@ def configure(flags: Sequence[str]) -> MoeFtConfig:
 def advisor(limit: float | None = None, **changes: Any) -> Advisor:
     """Return the advisor of the small model on two nodes."""
     job = planned_job(*SMALL, world_size=4, ranks_per_node=2, **{**FACTS, **changes})
-    return Advisor(job, configure, limit)
+    return Advisor(job=job, configure=configure, node_limit_bytes=limit)
 
 
 def advised(found: Advisor) -> Advice:
@@ -79,7 +79,7 @@ def test_recommended_flags_are_a_configuration_that_costs_what_was_said(advice: 
     config = configure(advice.best.flags)
     config.validate(4)
     job = planned_job(*SMALL, *advice.best.flags, world_size=4, ranks_per_node=2, **FACTS)
-    assert registry.chosen(config).costs(job) == advice.best.costs
+    assert registry.chosen(config).plan(job).costs() == advice.best.costs
 
 
 def test_interval_of_dense_snapshots_is_better_than_its_neighbours(advice: Advice) -> None:
@@ -87,10 +87,9 @@ def test_interval_of_dense_snapshots_is_better_than_its_neighbours(advice: Advic
     (flag,) = [each for each in found.flags if each.startswith("--moe-ft-interval=")]
     interval, kind = int(flag.partition("=")[2]), registry.kind_of("dense")
     assert kind is not None
-    job = planned_job(*SMALL, world_size=4, ranks_per_node=2, **FACTS)
     for other in (interval // 2, 2 * interval):
         flags = (*found.flags, f"--moe-ft-interval={other}")
-        assert advisor().evaluate("", kind, flags, job).ettr < found.ettr
+        assert advisor().evaluate("", kind, flags).ettr < found.ettr
 
 
 def test_partial_experts_lose_tokens_and_others_none(advice: Advice) -> None:
@@ -117,7 +116,7 @@ def test_megatrons_own_checkpoints_are_a_row_that_is_never_recommended(advice: A
 
 def test_what_the_user_does_now_is_a_row_with_its_own_interval_and_lost_hours() -> None:
     job = planned_job(*SMALL, world_size=4, ranks_per_node=2, **FACTS)
-    advice = advised(Advisor(job, configure, saves=("every 30 min", 1800)))
+    advice = advised(Advisor(job=job, configure=configure, saves=("every 30 min", 1800)))
     usual, best = advice.usual, named(advice, "Megatron's --save at its best")
     assert usual is not None and usual.costs is not None
     assert usual.name == "Megatron's --save every 30 min"
@@ -166,7 +165,9 @@ def test_what_does_not_fit_is_an_answer_with_the_memory_that_it_needs(advice: Ad
 
 def test_strategy_that_a_model_cannot_have_is_an_answer() -> None:
     job = planned_job(*WITHOUT_EXPERTS, world_size=4, ranks_per_node=2, **FACTS)
-    found = advised(Advisor(job, lambda flags: read_command([*WITHOUT_EXPERTS, *flags]).config))
+    found = advised(
+        Advisor(job=job, configure=lambda flags: read_command([*WITHOUT_EXPERTS, *flags]).config)
+    )
     partial = named(found, "partial")
     assert partial.costs is None
     assert "needs a model with experts" in partial.problem

@@ -9,8 +9,7 @@ import pytest
 from moe_ft.commands.command_line import read_command
 from moe_ft.commands.plan_advice import SPEEDS
 from moe_ft.commands.plan_command import StartCommand, start_command
-from moe_ft.commands.plan_inputs import read_cluster
-from moe_ft.commands.plan_values import SECONDS, Values
+from moe_ft.commands.plan_inputs import SECONDS, Values, read_cluster
 
 OF_TORCHRUN = "--max-restarts=20 --rdzv-backend=c10d --rdzv-id=my_job"
 REPAIR = "--moe-ft-repair=auto"

@@ -17,7 +17,7 @@ from moe_ft.commands.plan_inputs import (
     read_run,
 )
 from moe_ft.errors import ConfigError
-from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.planned_job import MeasuredTimes, PlannedJob
 from tests.unit.examples.model_files import read_model as read_file
 from tests.unit.examples.test_model_files import CONFIGS
 from tools.pictures.plots import measured, table_with
@@ -31,7 +31,7 @@ def built(name: str) -> PlannedJob:
     model = read_model(name)
     command = read_command([*model.flags, "--moe-ft-strategy", "dense"])
     assert model.nodes is not None
-    return plan_job(command, Measured(), world_size=8 * model.nodes, ranks_per_node=8)[0]
+    return plan_job(command, MeasuredTimes(), world_size=8 * model.nodes, ranks_per_node=8)[0]
 
 
 def check_counts(name: str) -> None:
@@ -73,7 +73,7 @@ def test_config_of_hugging_face_is_a_model(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "config.json"):
         model = read_model(f"{path}")
         command = read_command([*model.flags, "--moe-ft-strategy", "dense"])
-        job, _ = plan_job(command, Measured(), world_size=1, ranks_per_node=1)
+        job, _ = plan_job(command, MeasuredTimes(), world_size=1, ranks_per_node=1)
         assert job.model.num_parameters == pytest.approx(46.7e9, rel=0.01)
 
 

@@ -11,7 +11,7 @@ from moe_ft.elastic.slot_layer import NewTable
 from moe_ft.events import EventLog
 from moe_ft.loop import routers
 from moe_ft.loop.routers import Routers, SlotTables
-from moe_ft.strategies.sparse.config import SparseConfig
+from moe_ft.strategies.sparse.strategy import SparseConfig
 from tests.unit.fault_tolerance.loops import ended, events_in, last_event
 from tests.unit.moe_ft.one_router import LAYER, NUM_EXPERTS, NUM_TOKENS, Model
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from moe_ft.commands.command_line import plan_job, read_command
-from moe_ft.planning.planned_job import Measured, PlannedJob
+from moe_ft.planning.planned_job import MeasuredTimes, PlannedJob
 from moe_ft.strategies import registry
 
 # 350 M parameters per token: MoC-System, Table 1, with the vocabulary as it is.
@@ -53,20 +53,22 @@ def planned_job(
         if not _LATER.fullmatch(word) and not _LATER.fullmatch(before)
     )
     job = _built(of_model, world_size, ranks_per_node)
-    return replace(job.with_config(read_command(flags).config), measured=Measured(**measured))
+    return replace(job.with_config(read_command(flags).config), measured=MeasuredTimes(**measured))
 
 
 @functools.cache
 def _built(flags: tuple[str, ...], world_size: int, ranks_per_node: int) -> PlannedJob:
     command = read_command((*flags, "--moe-ft-strategy", "dense"))
-    return plan_job(command, Measured(), world_size=world_size, ranks_per_node=ranks_per_node)[0]
+    return plan_job(command, MeasuredTimes(), world_size=world_size, ranks_per_node=ranks_per_node)[
+        0
+    ]
 
 
 def planned(strategy: str, *flags: str, **facts: Any) -> str:
     """Return the plan of a job, without the checks that a start makes."""
     kind = registry.kind_of(strategy)
     assert kind is not None
-    return kind.report(planned_job(*flags, "--moe-ft-strategy", strategy, **facts))
+    return kind.plan(planned_job(*flags, "--moe-ft-strategy", strategy, **facts)).report()
 
 
 def row(text: str, first: str) -> list[str]:

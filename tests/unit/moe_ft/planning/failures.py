@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 
 from moe_ft.planning.couplings import Coupling
 from moe_ft.planning.recovery import Version
-from moe_ft.planning.remains import KeptRecord, Pipelines, Remains, SentLog
+from moe_ft.planning.remains import KeptRecord, PipelineLayout, Remains, SentLog
 from tests.unit.moe_ft.builders import make_history
 
 STARTS = make_history([(0, 0), (1, 2)])
@@ -18,10 +18,10 @@ def make_pipelines(
     couplings: Collection[tuple[int, ...]] = (),
     stages_per_node: int = 1,
     has_common_records: bool = True,
-) -> Pipelines:
+) -> PipelineLayout:
     """Return a layout with ranks in the order of their stages."""
     stages = tuple(tuple(range(stage * width, (stage + 1) * width)) for stage in range(num_stages))
-    return Pipelines(
+    return PipelineLayout(
         stages=stages,
         node_of=tuple(
             f"node-{stage // stages_per_node}" for stage in range(num_stages) for _ in range(width)
@@ -48,7 +48,7 @@ def make_version(
 
 
 def make_failure(
-    pipelines: Pipelines,
+    pipelines: PipelineLayout,
     at: Mapping[int, int],
     *,
     window: tuple[int, int] = (4, 2),

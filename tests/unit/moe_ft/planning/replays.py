@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from moe_ft.format.boundary import Direction
-from moe_ft.planning.remains import Pipelines, Remains
+from moe_ft.planning.remains import PipelineLayout, Remains
 
 
-def states_of(remains: Remains, pipelines: Pipelines, stage: int) -> set[tuple[int, int]]:
+def states_of(remains: Remains, pipelines: PipelineLayout, stage: int) -> set[tuple[int, int]]:
     """Return what all ranks of a stage have: iteration that is put back first, and of the whole state."""
     found = [
         {
@@ -23,7 +23,7 @@ def states_of(remains: Remains, pipelines: Pipelines, stage: int) -> set[tuple[i
     return {(end - window + 1, end) for end, window, _ in set.intersection(*found)}
 
 
-def newest_global(remains: Remains, pipelines: Pipelines) -> int:
+def newest_global(remains: Remains, pipelines: PipelineLayout) -> int:
     """Return the newest iteration that all ranks have saved together, 0 if there is none."""
     everyone = [
         {
@@ -37,7 +37,7 @@ def newest_global(remains: Remains, pipelines: Pipelines) -> int:
     return max((end for end, _, _ in set.intersection(*everyone)), default=0)
 
 
-def has_record(remains: Remains, pipelines: Pipelines, stage: int, iteration: int) -> bool:
+def has_record(remains: Remains, pipelines: PipelineLayout, stage: int, iteration: int) -> bool:
     """Return whether a record of a state answers for a stage."""
     ranks = {
         rank
@@ -53,7 +53,7 @@ def has_record(remains: Remains, pipelines: Pipelines, stage: int, iteration: in
     )
 
 
-def beginnings(remains: Remains, pipelines: Pipelines, stage: int, target: int) -> set[int]:
+def beginnings(remains: Remains, pipelines: PipelineLayout, stage: int, target: int) -> set[int]:
     """Return the iterations from which a stage could run to the target if it had all tensors."""
     return {
         begin
@@ -63,7 +63,7 @@ def beginnings(remains: Remains, pipelines: Pipelines, stage: int, target: int) 
     }
 
 
-def received(pipelines: Pipelines, stage: int) -> Iterator[tuple[int, Direction]]:
+def received(pipelines: PipelineLayout, stage: int) -> Iterator[tuple[int, Direction]]:
     """Yield the stages that a stage receives tensors from."""
     last = len(pipelines.stages) - 1
     if last == 0:
@@ -75,7 +75,7 @@ def received(pipelines: Pipelines, stage: int) -> Iterator[tuple[int, Direction]
 
 
 def logs_needed(
-    pipelines: Pipelines, begins: Sequence[int], target: int
+    pipelines: PipelineLayout, begins: Sequence[int], target: int
 ) -> set[tuple[int, int, Direction, int]] | None:
     """Run the iterations; return the logs that are read, None if a collective waits for ever.
 
@@ -98,7 +98,9 @@ def logs_needed(
     return read
 
 
-def can_run(remains: Remains, pipelines: Pipelines, begins: Sequence[int], target: int) -> bool:
+def can_run(
+    remains: Remains, pipelines: PipelineLayout, begins: Sequence[int], target: int
+) -> bool:
     """Return whether all tensors are there for stages that begin at these iterations."""
     there = {(each.sender, each.receiver, each.direction, each.iteration) for each in remains.logs}
     read = logs_needed(pipelines, begins, target)
@@ -106,7 +108,7 @@ def can_run(remains: Remains, pipelines: Pipelines, begins: Sequence[int], targe
 
 
 def best_choices(
-    remains: Remains, pipelines: Pipelines
+    remains: Remains, pipelines: PipelineLayout
 ) -> tuple[int, list[tuple[int, ...]]] | None:
     """Try every choice of states. Return the newest target and its best choices, None if it is global."""
     num_stages = len(pipelines.stages)

@@ -18,7 +18,7 @@ STORAGE = ("--moe-ft-persist-dir", "/x", "--moe-ft-persist-interval", "2")
 def costs(strategy: str, *flags: str, **facts: Any) -> Costs:
     """Return what a strategy costs the small model on two nodes."""
     job = planned_job(*SMALL, "--moe-ft-strategy", strategy, *flags, **{**TWO_NODES, **facts})
-    return registry.chosen(job.config).costs(job)
+    return registry.chosen(job.config).plan(job).costs()
 
 
 def test_dense_snapshots_at_peers_are_there_an_iteration_after_their_copy() -> None:

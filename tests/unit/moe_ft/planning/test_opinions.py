@@ -9,7 +9,7 @@ from moe_ft.planning.lost_ranks import Layout
 from moe_ft.planning.opinions import (
     Accused,
     Depth,
-    Part,
+    IterationPart,
     accused,
     ranks_of,
     replica_of,
@@ -47,14 +47,16 @@ def judge(layout: Layout, fault: Fault) -> Accused:
             for owner, computer in zip(owners, computers, strict=True):
                 digests[owner].append(f"wrong by {bad}" if bad else "right")
                 if bad:
-                    depths[owner][run] = Depth(Part.FORWARD, 0, 0 if computer in bad else 1)
+                    depths[owner][run] = Depth(
+                        IterationPart.FORWARD, 0, 0 if computer in bad else 1
+                    )
     for replica in range(layout.num_groups):
         owners = ranks_of(layout, replica)
         right = right_run(digests[owners[0]]) or 0
         if digests[owners[0]][right] != "right":  # differences are to another wrong one
             for owner in owners:
                 runs = {n for n, each in enumerate(digests[owner]) if each != digests[owner][right]}
-                depths[owner] = {run: Depth(Part.FORWARD, 0, 0) for run in runs}
+                depths[owner] = {run: Depth(IterationPart.FORWARD, 0, 0) for run in runs}
     return accused(layout, digests, depths)
 
 
@@ -97,14 +99,14 @@ def test_of_two_that_always_differ_nobody_knows_which_is_wrong() -> None:
 
 def test_training_that_never_repeats_a_result_decides_nothing() -> None:
     digests = [[f"{rank} {run}" for run in range(3)] for rank in range(4)]
-    depths = [{1: Depth(Part.REST), 2: Depth(Part.REST)} for _ in range(4)]
+    depths = [{1: Depth(IterationPart.REST), 2: Depth(IterationPart.REST)} for _ in range(4)]
     assert not accused(ONE, digests, depths).is_decided
 
 
 def test_a_mistake_has_come_in_where_the_first_difference_is() -> None:
-    forward, later = Depth(Part.FORWARD, 0, 5), Depth(Part.FORWARD, 1, 2)
-    deep, shallow = Depth(Part.BACKWARD, -1, -7), Depth(Part.BACKWARD, -1, -3)
-    assert forward < later < deep < shallow < Depth(Part.REST)
+    forward, later = Depth(IterationPart.FORWARD, 0, 5), Depth(IterationPart.FORWARD, 1, 2)
+    deep, shallow = Depth(IterationPart.BACKWARD, -1, -7), Depth(IterationPart.BACKWARD, -1, -3)
+    assert forward < later < deep < shallow < Depth(IterationPart.REST)
     digests = [["a", "b", "a", "a"] for _ in range(8)]
     depths: list[dict[int, Depth]] = [{1: later} for _ in range(8)]
     depths[2] = {1: forward}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from moe_ft.errors import ConfigError
-from moe_ft.planning.planned_job import Measured
+from moe_ft.planning.planned_job import MeasuredTimes
 from tests.unit.moe_ft.planning.described import LARGE, planned_job
 
 GB = 10**9
@@ -31,12 +31,12 @@ GB = 10**9
 )
 def test_value_that_cannot_be_is_refused(values: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Measured(**values)
+        MeasuredTimes(**values)
 
 
 def test_bytes_that_can_be_copied_follow_from_forward_and_backward() -> None:
-    assert Measured(iteration_s=2.0, update_s=0.5, bandwidth=10.0).budget_bytes == 15.0
-    assert Measured(iteration_s=2.0).budget_bytes is None
+    assert MeasuredTimes(iteration_s=2.0, update_s=0.5, bandwidth=10.0).budget_bytes == 15.0
+    assert MeasuredTimes(iteration_s=2.0).budget_bytes is None
 
 
 def test_given_interval_is_planned_as_it_is() -> None:

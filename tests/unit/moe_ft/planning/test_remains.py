@@ -5,11 +5,11 @@ import pytest
 from moe_ft.errors import PlanError
 from moe_ft.format.boundary import Direction
 from moe_ft.planning.couplings import Coupling
-from moe_ft.planning.remains import Link, Pipelines
+from moe_ft.planning.remains import PipelineLayout, StageLink
 from tests.unit.moe_ft.planning.failures import make_pipelines
 
 
-def pairs(pipelines: Pipelines) -> list[tuple[int, int, Direction]]:
+def pairs(pipelines: PipelineLayout) -> list[tuple[int, int, Direction]]:
     return [(link.sender, link.receiver, link.direction) for link in pipelines.links]
 
 
@@ -38,7 +38,7 @@ def test_ring_of_stages_has_two_links_for_each_stage_unless_it_has_one(
 
 
 def test_ranks_exchange_tensors_within_their_pipeline() -> None:
-    link = Link(sender=1, receiver=0, direction=Direction.BACKWARD)
+    link = StageLink(sender=1, receiver=0, direction=Direction.BACKWARD)
     assert list(make_pipelines(2, 3).wires(link)) == [(3, 0), (4, 1), (5, 2)]
 
 
@@ -75,10 +75,10 @@ def test_layout_in_which_a_rank_is_missing_or_twice_is_refused(
     stages: tuple[tuple[int, ...], ...],
 ) -> None:
     with pytest.raises(PlanError, match="every rank must be in one stage, and all stages must"):
-        Pipelines(stages=stages, node_of=("a",) * sum(map(len, stages)))
+        PipelineLayout(stages=stages, node_of=("a",) * sum(map(len, stages)))
 
 
 def test_coupling_of_a_stage_that_does_not_exist_is_refused() -> None:
     coupling = Coupling(stages=(0, 2), reason="a test")
     with pytest.raises(PlanError, match=r"\[\(0, 2\)\] name stages that do not exist: there are 2"):
-        Pipelines(stages=((0,), (1,)), node_of=("a", "b"), couplings=(coupling,))
+        PipelineLayout(stages=((0,), (1,)), node_of=("a", "b"), couplings=(coupling,))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.replica_counts import allocate, popular
+from moe_ft.planning.slot_tables import allocate, popular
 
 
 @st.composite

@@ -5,22 +5,44 @@ from typing import Any
 import pytest
 
 from moe_ft.errors import ConfigError
-from moe_ft.planning.host_memory import MemoryShare
+from moe_ft.planning.host_memory import Footprint, MemoryShare
 from moe_ft.planning.interval import smallest_interval
+from moe_ft.planning.job_costs import Sizes
 from moe_ft.planning.lost_ranks import live_replica_lines
 from moe_ft.planning.report import (
+    StrategyPlan,
     boundary_line,
     describe_model,
     describe_ranks,
-    memory_table,
-    persist_line,
-    reduction,
     slot_lines,
-    whole_line,
 )
 from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, planned_job, row
 
 STORED = ("--moe-ft-persist-dir", "/x")
+
+
+class Given(StrategyPlan):
+    """A plan of 3 GB in each snapshot, and regions and pools of so many bytes."""
+
+    @property
+    def sizes(self) -> Sizes:
+        num_bytes, interval = 3 * 10**9, self.job.config.strategy.interval_iterations or 1
+        return Sizes(
+            snapshots=(num_bytes,),
+            interval=interval,
+            persisted_bytes=num_bytes,
+            whole_bytes=num_bytes,
+            read_bytes=num_bytes,
+        )
+
+    @property
+    def footprint(self) -> Footprint:
+        share = MemoryShare(region_bytes=10**7, pool_bytes=10**6)
+        return Footprint(share=share, checkpoint_bytes=0)
+
+
+def lines_of(*flags: str, **facts: Any) -> str:
+    return Given(planned_job(*LARGE, *flags, **facts), "column").report()
 
 
 def test_llama_like_model_has_the_parameters_of_its_shape() -> None:
@@ -67,12 +89,10 @@ def test_holders_of_an_expert_are_named() -> None:
 
 
 def test_memory_grows_with_storage_and_replicas() -> None:
-    share = {"column": MemoryShare(region_bytes=10**7, pool_bytes=10**6)}
-    alone = memory_table(planned_job(*LARGE, world_size=4), share)
+    alone = lines_of(world_size=4)
     assert row(alone, "a rank's own, MB")[1] == "21.0"
     assert row(alone, "a node of 4, at most, MB")[1] == "84.0"
-    job = planned_job(*LARGE, *STORED, world_size=16, ranks_per_node=2)
-    kept = memory_table(job, share)
+    kept = lines_of(*STORED, world_size=16, ranks_per_node=2)
     assert row(kept, "a rank's own, MB")[1] == "31.0"
     assert row(kept, "replicas that it keeps (2), MB")[1] == "42.0"
     assert row(kept, "a rank, MB")[1] == "73.0"
@@ -80,14 +100,14 @@ def test_memory_grows_with_storage_and_replicas() -> None:
 
 @pytest.mark.parametrize(("planned", "verdict"), [(3, "is enough"), (2, "is too short")])
 def test_line_on_storage_says_whether_writes_keep_up(planned: int, verdict: str) -> None:
-    job = planned_job(*LARGE, *STORED, iteration_s=1.0, storage_bandwidth=1e9)
-    (line,) = persist_line(job, 3 * 10**9, period_s=1.0, planned=planned)
-    assert "persist: 3.000 s; smallest interval 3 iterations" in line
-    assert f"{planned}, {verdict}" in line
+    flags = (*STORED, "--moe-ft-interval", f"{planned}", "--moe-ft-persist-interval", "1")
+    text = lines_of(*flags, iteration_s=1.0, storage_bandwidth=1e9)
+    assert "persist: 3.000 s; smallest interval 3 iterations" in text
+    assert f"{planned}, {verdict}" in text
 
 
 def test_line_on_storage_needs_a_bandwidth() -> None:
-    assert persist_line(planned_job(*LARGE, *STORED), 10**9, period_s=1.0, planned=1) == []
+    assert "persist:" not in lines_of(*STORED)
 
 
 @pytest.mark.parametrize(("num_bytes", "interval"), [(0, 1), (100, 1), (101, 2), (1000, 10)])
@@ -95,19 +115,14 @@ def test_smallest_interval_covers_the_persist(num_bytes: int, interval: int) -> 
     assert smallest_interval(num_bytes, bandwidth_bytes_per_s=50.0, iteration_s=2.0) == interval
 
 
-def test_reduction_is_negative_where_something_is_larger() -> None:
-    assert (reduction(1, 4), reduction(5, 4)) == (0.75, -0.25)
-
-
 def test_line_on_whole_states_says_what_one_costs() -> None:
-    flags = (*LARGE, *STORED, "--moe-ft-persist-interval", "0")
+    flags = (*STORED, "--moe-ft-persist-interval", "0")
     speeds: dict[str, Any] = {"iteration_s": 1.0, "bandwidth": 1e9, "storage_bandwidth": 1e9}
-    job = planned_job(*flags, "--moe-ft-persist-dense-interval", "500", **speeds)
-    (line,) = whole_line(job, 3 * 10**9)
-    assert line.startswith("whole state on storage every 500 iterations: 3,000.0 MB of the rank")
-    assert line.endswith("stall 2.000 s; written in 3.000 s")
-    assert persist_line(job, 3 * 10**9, period_s=1.0, planned=1) == []
-    assert whole_line(planned_job(*LARGE, *STORED), 1) == []
+    text = lines_of(*flags, "--moe-ft-persist-dense-interval", "500", **speeds)
+    assert "whole state on storage every 500 iterations: 3,000.0 MB of the rank" in text
+    assert "stall 2.000 s; written in 3.000 s" in text
+    assert "persist:" not in text
+    assert "whole state" not in lines_of(*STORED)
 
 
 def test_line_on_the_boundary_log_says_what_it_takes() -> None:

@@ -4,23 +4,23 @@ from dataclasses import replace
 
 from moe_ft.format.boundary import Direction
 from moe_ft.planning.recovery import Version
-from moe_ft.planning.remains import KeptRecord, Link, Pipelines, Remains, SentLog
+from moe_ft.planning.remains import KeptRecord, PipelineLayout, Remains, SentLog, StageLink
 from moe_ft.planning.restorable import Restorable
 from tests.unit.moe_ft.planning.failures import make_pipelines, make_version
 
 PIPELINES = make_pipelines(3, 2)
-LINK = Link(sender=0, receiver=1, direction=Direction.FORWARD)
+LINK = StageLink(sender=0, receiver=1, direction=Direction.FORWARD)
 LOG = SentLog(
     sender=0, receiver=2, direction=Direction.FORWARD, iteration=3, node="node-0", path="log"
 )
 RECORD = KeptRecord(rank=0, iteration=7, node="node-0", path="records")
 
 
-def of_versions(*versions: Version, pipelines: Pipelines = PIPELINES) -> Restorable:
+def of_versions(*versions: Version, pipelines: PipelineLayout = PIPELINES) -> Restorable:
     return Restorable(Remains(versions=versions), pipelines)
 
 
-def of_records(*records: KeptRecord, pipelines: Pipelines = PIPELINES) -> Restorable:
+def of_records(*records: KeptRecord, pipelines: PipelineLayout = PIPELINES) -> Restorable:
     return Restorable(Remains(versions=(), records=records), pipelines)
 
 

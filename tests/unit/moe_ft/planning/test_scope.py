@@ -3,26 +3,28 @@
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from moe_ft.planning.remains import Pipelines, Remains
+from moe_ft.planning.remains import PipelineLayout, Remains
 from moe_ft.planning.scope import ScopePlan, plan_scope
 from tests.unit.moe_ft.planning.failures import make_failure, make_pipelines, make_version
 
 NEWEST, BEGIN, END = 6, 3, 4  # the newest state of all; first and last iteration of the window
 
 
-def plan(remains: Remains, pipelines: Pipelines) -> ScopePlan:
+def plan(remains: Remains, pipelines: PipelineLayout) -> ScopePlan:
     decision = plan_scope(remains, pipelines)
     assert decision.plan is not None, decision.reason
     return decision.plan
 
 
-def reason(remains: Remains, pipelines: Pipelines) -> str:
+def reason(remains: Remains, pipelines: PipelineLayout) -> str:
     decision = plan_scope(remains, pipelines)
     assert decision.plan is None
     return decision.reason
 
 
-def healthy(pipelines: Pipelines, dead: Collection[int], iteration: int = NEWEST) -> dict[int, int]:
+def healthy(
+    pipelines: PipelineLayout, dead: Collection[int], iteration: int = NEWEST
+) -> dict[int, int]:
     """Return the breakpoints of all ranks but the dead ones."""
     return {rank: iteration for rank in range(len(pipelines.node_of)) if rank not in dead}
 

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.planning.remains import KeptRecord, Pipelines, Remains, SentLog
+from moe_ft.planning.remains import KeptRecord, PipelineLayout, Remains, SentLog
 from moe_ft.planning.scope import ScopePlan, plan_scope
 from tests.unit.moe_ft.planning.failures import make_pipelines, make_version
 from tests.unit.moe_ft.planning.replays import best_choices, logs_needed, states_of
@@ -16,7 +16,7 @@ NODES = st.sampled_from([None, "node-0", "node-1", "node-2"])
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Pipelines:
+def layouts(draw: st.DrawFn) -> PipelineLayout:
     num_stages = draw(st.integers(1, 4))
     couplings = []
     if num_stages > 1 and draw(st.integers(0, 3)) == 0:
@@ -33,7 +33,7 @@ def layouts(draw: st.DrawFn) -> Pipelines:
 
 
 @st.composite
-def failures(draw: st.DrawFn) -> tuple[Pipelines, Remains]:
+def failures(draw: st.DrawFn) -> tuple[PipelineLayout, Remains]:
     """A layout, and states, logs and records, of which few are missing: else nothing can be planned."""
     pipelines = draw(layouts())
     ranks = st.integers(0, len(pipelines.node_of) - 1)
@@ -84,7 +84,7 @@ def begins(plan: ScopePlan) -> tuple[int, ...]:
 
 @given(failures())
 def test_plan_of_any_remains_is_the_best_of_all_choices(
-    failure: tuple[Pipelines, Remains],
+    failure: tuple[PipelineLayout, Remains],
 ) -> None:
     pipelines, remains = failure
     decision = plan_scope(remains, pipelines)
@@ -101,7 +101,7 @@ def test_plan_of_any_remains_is_the_best_of_all_choices(
 
 @given(failures(), st.randoms(use_true_random=False))
 def test_plan_of_the_same_remains_in_any_order_is_the_same(
-    failure: tuple[Pipelines, Remains], dice: random.Random
+    failure: tuple[PipelineLayout, Remains], dice: random.Random
 ) -> None:
     pipelines, remains = failure
 
@@ -118,7 +118,7 @@ def test_plan_of_the_same_remains_in_any_order_is_the_same(
 
 @given(failures())
 def test_plan_names_only_states_logs_and_records_that_are_there(
-    failure: tuple[Pipelines, Remains],
+    failure: tuple[PipelineLayout, Remains],
 ) -> None:
     pipelines, remains = failure
     plan = plan_scope(remains, pipelines).plan
@@ -144,7 +144,7 @@ def test_plan_names_only_states_logs_and_records_that_are_there(
 
 @given(failures())
 def test_plan_names_every_log_and_record_that_its_replays_read(
-    failure: tuple[Pipelines, Remains],
+    failure: tuple[PipelineLayout, Remains],
 ) -> None:
     pipelines, remains = failure
     plan = plan_scope(remains, pipelines).plan
@@ -165,7 +165,7 @@ def test_plan_names_every_log_and_record_that_its_replays_read(
 
 @given(failures())
 def test_stages_outside_of_every_scope_have_the_target_and_all_others_are_in_one_scope(
-    failure: tuple[Pipelines, Remains],
+    failure: tuple[PipelineLayout, Remains],
 ) -> None:
     pipelines, remains = failure
     plan = plan_scope(remains, pipelines).plan
@@ -187,7 +187,7 @@ def test_stages_outside_of_every_scope_have_the_target_and_all_others_are_in_one
 
 @given(failures())
 def test_scopes_have_no_link_and_no_coupling_with_each_other(
-    failure: tuple[Pipelines, Remains],
+    failure: tuple[PipelineLayout, Remains],
 ) -> None:
     pipelines, remains = failure
     plan = plan_scope(remains, pipelines).plan

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.replica_counts import allocate, popular
 from moe_ft.planning.slot_tables import (
     Table,
+    allocate,
     balanced,
     contiguous,
     count_moves,
+    popular,
     replicas_of,
     stock,
 )

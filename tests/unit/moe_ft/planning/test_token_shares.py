@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.token_shares import Numbers, share_of
+from moe_ft.planning.slot_tables import Numbers, share_of
 
 
 def shares(tokens: Numbers, replicas: Numbers) -> Numbers:

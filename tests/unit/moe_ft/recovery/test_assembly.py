@@ -22,9 +22,9 @@ from moe_ft.recovery.assembly import (
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.strategies.dense import DenseStrategy
-from moe_ft.strategies.interface import Measured, Strategy
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.sparse.config import SparseConfig
+from moe_ft.strategies.interface import MeasuredBytes, Strategy
+from moe_ft.strategies.partial.selection import PartialConfig
+from moe_ft.strategies.sparse.strategy import SparseConfig
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_optimizer
 from tests.unit.moe_ft.engine.boundary.logs import TRAFFIC
@@ -141,7 +141,7 @@ def sparse_strategies(window: str) -> list[Strategy]:
 
 def agree(strategies: list[Strategy], budget: float) -> None:
     for strategy in strategies:
-        strategy.note_measured(Measured(copied_bytes=budget, flow_bytes=budget))
+        strategy.note_measured(MeasuredBytes(copied_bytes=budget, flow_bytes=budget))
     values = [strategy.values() for strategy in strategies]
     least = [min(column) for column in zip(*values, strict=True)]
     for strategy in strategies:

@@ -14,7 +14,7 @@ from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.format.boundary import Direction
 from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Source, StagePlan, Tier, Version
-from moe_ft.planning.remains import KeptRecord, Pipelines, Place, SentLog
+from moe_ft.planning.remains import KeptRecord, PipelineLayout, Place, SentLog
 from moe_ft.planning.scope import Scope, ScopePlan
 from moe_ft.recovery.borders import Borders, read_borders
 from moe_ft.recovery.meet import Met
@@ -49,7 +49,7 @@ class Job:
         own = met.site.topology.ranks[0]
         other = replace(own, rank=NEIGHBOUR, node=self.node, stage=1, address=server.address)
         topology = Topology(ranks=(own, other))
-        pipelines = Pipelines(stages=((0,), (1,)), node_of=("node", self.node))
+        pipelines = PipelineLayout(stages=((0,), (1,)), node_of=("node", self.node))
         self.met: Met = replace(met, pipelines=pipelines, site=replace(met.site, topology=topology))
         self.index = leave_window(config)
         path = f"{own_directory(met.site.node_dir, 0).name}/region_0.json"

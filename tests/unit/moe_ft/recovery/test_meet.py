@@ -17,7 +17,7 @@ from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.errors import ConfigError, StorageAwayError
 from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.couplings import CouplingReport, SharedWeights, report_couplings
-from moe_ft.planning.remains import Pipelines
+from moe_ft.planning.remains import PipelineLayout
 from moe_ft.recovery.meet import Met, Ranks, join_ranks, meet, meet_pipelines
 from tests.unit.moe_ft.recovery.meetings import (
     FINGERPRINT,
@@ -190,7 +190,9 @@ UNTIED = SharedWeights(num_stages=3, is_tied=False)
 TIED = SharedWeights(num_stages=2, is_tied=True)
 
 
-def meet_with(tmp_path: Path, weights: SharedWeights | None, **settings: Any) -> Pipelines | None:
+def meet_with(
+    tmp_path: Path, weights: SharedWeights | None, **settings: Any
+) -> PipelineLayout | None:
     """Return the pipelines of a job of one rank whose model has these weights."""
     report: CouplingReport | None = None if weights is None else report_couplings(weights)
     with initialized(), ExitStack() as opened:

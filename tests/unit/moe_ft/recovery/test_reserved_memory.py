@@ -19,7 +19,7 @@ from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.host_memory import MemoryShare, regions_at_peers
 from moe_ft.planning.placement import place_replicas
 from moe_ft.planning.planned_job import (
-    Measured,
+    MeasuredTimes,
     PlannedJob,
     PlannedModel,
     PlannedRank,
@@ -31,9 +31,9 @@ from moe_ft.recovery.job_memory import check_memory
 from moe_ft.recovery.site import Site
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.selection import PartialConfig
 from moe_ft.strategies.registry import chosen
-from moe_ft.strategies.sparse.config import SparseConfig
+from moe_ft.strategies.sparse.strategy import SparseConfig
 from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import UnitId, UnitKind
 from tests.unit.moe_ft.builders import make_optimizer
@@ -99,9 +99,9 @@ def planned_share(strategy: PartialConfig | SparseConfig | None) -> MemoryShare:
         ranks_per_node=DP,
         replication_factor=0,
         train_iterations=None,
-        measured=Measured(),
+        measured=MeasuredTimes(),
     )
-    return chosen(config).footprint(job).share
+    return chosen(config).plan(job).footprint.share
 
 
 def config_of(strategy: PartialConfig | SparseConfig | None) -> MoeFtConfig:

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from moe_ft.planning.costs import Costs, RecoveryCosts, RecoveryKind, StoredStates
 from moe_ft.planning.time_shares import Spent
 from moe_ft.simulate import course as course_module
-from moe_ft.simulate.course import Course, Pool, run_course
+from moe_ft.simulate.course import MachinePool, RunCourse, run_course
 from moe_ft.simulate.failures import Change, Failures
 from tests.unit.moe_ft.simulate.costs import costs
 
 
-def course(found: Costs, *changes: Change, horizon_s: float = 1000.0, **pool: Any) -> Course:
+def course(found: Costs, *changes: Change, horizon_s: float = 1000.0, **pool: Any) -> RunCourse:
     values = {"num_nodes": 4, "num_spares": 9, **pool}
-    return run_course(found, RecoveryKind.RESTART, Pool(**values), changes, horizon_s)
+    return run_course(found, RecoveryKind.RESTART, MachinePool(**values), changes, horizon_s)
 
 
 def strike(time_s: float, *places: int, **values: Any) -> Change:
@@ -28,13 +28,13 @@ def test_run_without_a_failure_is_productive_but_for_what_blocks() -> None:
     found = course(costs(blocked_s=0.25))
     assert found.seconds[Spent.PRODUCTIVE] == pytest.approx(800)
     assert found.seconds[Spent.BLOCKED] == pytest.approx(200)
-    assert found.spans == ((0, 1000, Spent.PRODUCTIVE),)
+    assert tuple(found.spans) == ((0, 1000, Spent.PRODUCTIVE),)
 
 
 def test_periodic_failures_take_their_recovery_and_what_came_after_the_last_state() -> None:
     # At 105, 30 s of recovery, and 5 iterations again; 68 s later, at 173 iterations, 3.
     found = course(costs(), strike(105, 0), strike(208, 1))
-    assert found.spans == (
+    assert tuple(found.spans) == (
         (0, 105, Spent.PRODUCTIVE),
         (105, 135, Spent.RECOVERING),
         (135, 140, Spent.REDONE),
@@ -50,7 +50,7 @@ def test_stage_that_computes_alone_takes_no_snapshots() -> None:
     recovery = RecoveryCosts(processes_s=1.0, replay_s=1.0, redo_share=0.5)
     found = costs(interval=3.0, window=3, recoveries={RecoveryKind.LOCAL: recovery})
     lost = strike(14.25, 0), strike(26.0, 1)
-    done = run_course(found, RecoveryKind.LOCAL, Pool(num_nodes=4, num_spares=9), lost, 40.0)
+    done = run_course(found, RecoveryKind.LOCAL, MachinePool(num_nodes=4, num_spares=9), lost, 40.0)
     # At 14.25 the window that begins with 10 is complete, and from 12 on iterations take half as long, until
     # 17.375. The next window begins with 15. At 26, in iteration 22.875, that of 18 is the newest.
     assert done.seconds[Spent.REDONE] == pytest.approx(1 + 2.25 / 2 + 1 + 2.875 / 2)
@@ -59,9 +59,9 @@ def test_stage_that_computes_alone_takes_no_snapshots() -> None:
 def test_job_that_may_shrink_trains_slower_until_the_machine_is_back() -> None:
     found = course(costs(), strike(105, 0), num_spares=0, return_s=100.0, least_nodes=3)
     # Of 4 nodes 3 are left: 5 iterations again take 5 / 0.75 s, and at 205 the fourth stops them for 30 s.
-    assert found.spans[:2] == ((0, 105, Spent.PRODUCTIVE), (105, 135, Spent.RECOVERING))
+    assert tuple(found.spans[:2]) == ((0, 105, Spent.PRODUCTIVE), (105, 135, Spent.RECOVERING))
     assert found.spans[2][1] == pytest.approx(135 + 5 / 0.75)
-    assert found.spans[4:] == ((205, 235, Spent.RECOVERING), (235, 1000, Spent.PRODUCTIVE))
+    assert tuple(found.spans[4:]) == ((205, 235, Spent.RECOVERING), (235, 1000, Spent.PRODUCTIVE))
     assert found.seconds[Spent.WAITING] == pytest.approx(70 / 4)
     assert found.seconds[Spent.REDONE] == pytest.approx(5)
     assert found.shares.productive == pytest.approx(1 - (60 + 5 + 70 / 4) / 1000)
@@ -153,7 +153,7 @@ def test_trace_decides_who_is_there() -> None:
         Change(time_s=225, added=("f",)),
     )
     found = course(costs(), *changes, are_there=False)
-    assert found.spans == (
+    assert tuple(found.spans) == (
         (0, 20, Spent.WAITING),
         (20, 125, Spent.PRODUCTIVE),
         (125, 225, Spent.WAITING),
@@ -189,13 +189,13 @@ def test_work_of_a_course_is_that_of_its_failures_and_not_of_its_nodes(
 ) -> None:
     steps: list[float] = []
 
-    def advance(run: course_module._Run, until_s: float) -> None:
+    def advance(run: course_module.RunCourse, until_s: float) -> None:
         steps.append(until_s)
         original(run, until_s)
 
-    original = course_module._Run.advance
-    monkeypatch.setattr(course_module._Run, "advance", advance)
-    pool = Pool(num_nodes=num_nodes, num_spares=5, return_s=3600.0, replace_s=10.0)
+    original = course_module.RunCourse.advance
+    monkeypatch.setattr(course_module.RunCourse, "advance", advance)
+    pool = MachinePool(num_nodes=num_nodes, num_spares=5, return_s=3600.0, replace_s=10.0)
     drawn = Failures(mtbf_s=600.0).draw(num_nodes, Random(1))
     found = run_course(costs(), RecoveryKind.RESTART, pool, drawn, 12 * 3600.0)
     assert 40 < found.num_failures < 110

@@ -6,13 +6,13 @@ import pytest
 
 from moe_ft.planning.costs import RecoveryCosts, RecoveryKind
 from moe_ft.planning.time_shares import Spent
-from moe_ft.simulate.course import Pool
+from moe_ft.simulate.course import MachinePool
 from moe_ft.simulate.failures import Change, Failures
 from moe_ft.simulate.repetitions import LEAST, Setting, Simulated, simulate
 from tests.unit.moe_ft.simulate.costs import costs
 
 MTBF_S = 600.0
-POOL = Pool(num_nodes=64, num_spares=1_000, return_s=3600.0)
+POOL = MachinePool(num_nodes=64, num_spares=1_000, return_s=3600.0)
 
 
 def simulated(

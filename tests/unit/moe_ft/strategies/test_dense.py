@@ -37,7 +37,7 @@ def test_snapshots_are_planned_with_their_wait_and_their_memory() -> None:
         storage_bandwidth=100e6,
     )
     assert "snapshot: 22,403.3 MB in all, 2,800.4 MB of rank 6, which has the most" in text
-    assert "copied in 2.800 s" in text
+    assert "copy: 2.800 s" in text
     assert "stall 0.800 s, 10.0% of the time with --moe-ft-interval 4" in text
     assert "persist: 28.004 s; smallest interval 15 iterations; the one planned, 8, is too" in text
     assert row(text, "bytes per parameter, own")[1] == "36.0"
@@ -58,11 +58,11 @@ def test_peers_that_get_gradients_cost_a_third_or_a_sixth_and_two_buffers(
         )
         for what in ("state", "gradients")
     ]
-    state, gradients = map(DENSE.costs, jobs)
+    state, gradients = (DENSE.plan(job).costs() for job in jobs)
     assert state.peer_bytes / gradients.peer_bytes == pytest.approx(times)
     buffers = 2 * 12 / times * jobs[0].heaviest.num_elements
     assert gradients.host_bytes - state.host_bytes == pytest.approx(buffers)
-    assert f"{times}.0 times less than state" in DENSE.report(jobs[1])
+    assert f"{times}.0 times less than state" in DENSE.plan(jobs[1]).report()
 
 
 def test_model_without_experts_is_planned() -> None:
@@ -99,7 +99,7 @@ def test_failure_is_planned_where_the_time_between_failures_is_known() -> None:
 
 def test_footprint_has_the_sizes_of_the_plan() -> None:
     flags = (*LARGE_OF_8, "--moe-ft-strategy", "dense")
-    footprint = DENSE.footprint(planned_job(*flags))
+    footprint = DENSE.plan(planned_job(*flags)).footprint
     text = planned("dense", *LARGE_OF_8)
     assert f"snapshot: {footprint.checkpoint_bytes / 1e6:,.1f} MB in all" in text
     rank_bytes = footprint.share.total_bytes(

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from moe_ft.config.fields import ConfigPart
 from moe_ft.strategies.interface import (
     JobLoss,
-    Measured,
+    MeasuredBytes,
     Resumed,
     Strategy,
     StrategyKind,
     WindowPlan,
 )
-from moe_ft.strategies.partial.config import PartialConfig
+from moe_ft.strategies.partial.selection import PartialConfig
 from moe_ft.strategies.registry import kinds
-from moe_ft.strategies.selective.config import SelectiveConfig
-from moe_ft.strategies.sparse.config import SparseConfig
+from moe_ft.strategies.selective.selection import SelectiveConfig
+from moe_ft.strategies.sparse.strategy import SparseConfig
 from moe_ft.units import Level
 from tests.unit.moe_ft.strategies.stage import CATALOG, NUM_EXPERTS, NUM_LAYERS, build
 
@@ -63,7 +63,7 @@ class Run:
             self.strategy.add_tokens(np.random.default_rng(seed).integers(0, 99, shape))
         budget = None if seed % 5 == 0 else float(1000 + seed % 9000)
         self.strategy.note_measured(
-            Measured(
+            MeasuredBytes(
                 copied_bytes=budget, flow_bytes=budget, committed_bytes=budget, sent_bytes=budget
             )
         )

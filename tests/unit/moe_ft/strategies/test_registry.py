@@ -17,8 +17,8 @@ from moe_ft.config.strategy import PrecisionConfig, StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts, RankFacts, Strategy, StrategyKind
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.sparse.config import SparseConfig
+from moe_ft.strategies.partial.selection import PartialConfig
+from moe_ft.strategies.sparse.strategy import SparseConfig
 
 MODEL = ModelFacts(num_experts=8, num_iterations=10)
 
@@ -164,7 +164,7 @@ def test_no_strategy_refuses_formats_that_lose_nothing(state_dtype: str) -> None
         registry.check(precise(name, state_dtype), MODEL)
 
 
-def test_strategy_without_a_report_says_so() -> None:
+def test_strategy_without_a_plan_says_so() -> None:
     class Silent(StrategyKind):
         def build(self, config: MoeFtConfig, facts: RankFacts) -> Strategy:
             raise NotImplementedError
@@ -172,9 +172,7 @@ def test_strategy_without_a_report_says_so() -> None:
     with pytest.raises(
         ConfigError, match="--moe-ft-strategy=silent cannot be planned.*Name another"
     ):
-        Silent(name="silent").report(None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="it brings no sizes"):
-        Silent(name="silent").footprint(None)  # type: ignore[arg-type]
+        Silent(name="silent").plan(None)  # type: ignore[arg-type]
 
 
 # Nothing else knows a strategy by name

@@ -19,8 +19,7 @@ from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.faults import Phase
 from moe_ft.files.storage import Storage, iteration_directory, rank_path
 from moe_ft.planning.experts import ExpertLayout
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.selection import RankShare
+from moe_ft.strategies.partial.selection import PartialConfig, RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.strategies.rotating import PlannedRun
 from tests.unit.moe_ft.builders import (

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from moe_ft.format.records import ExpertProgress, Gaps
 from moe_ft.planning.experts import Counts, Expert, ExpertLayout
 from moe_ft.planning.lost_tokens import Loss, UnitVersion
-from moe_ft.strategies.interface import Measured, Resumed, SnapshotPlan
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.selection import RankShare
+from moe_ft.strategies.interface import MeasuredBytes, Resumed, SnapshotPlan
+from moe_ft.strategies.partial.selection import PartialConfig, RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.strategies.rotating import PlannedRun
 from moe_ft.units import UnitId, UnitKind
@@ -167,7 +166,7 @@ def raise_k(strategy: PartialStrategy, accumulated_plt: float, last_plt: float =
 
 def values(strategy: PartialStrategy, copied_bytes: float | None) -> list[int]:
     """Return what a rank says that has measured so much."""
-    strategy.note_measured(Measured(copied_bytes=copied_bytes))
+    strategy.note_measured(MeasuredBytes(copied_bytes=copied_bytes))
     return strategy.values()
 
 

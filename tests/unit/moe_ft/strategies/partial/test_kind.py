@@ -4,8 +4,8 @@ import pytest
 
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import Counting
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.kind import PARTIAL
+from moe_ft.strategies.partial.plan import PARTIAL
+from moe_ft.strategies.partial.selection import PartialConfig
 from moe_ft.units import Part
 from tests.unit.moe_ft.strategies.stage import CATALOG, EXPERTS, OTHERS, build, config_of, facts_of
 

@@ -3,7 +3,7 @@
 import pytest
 
 from moe_ft.errors import ConfigError
-from moe_ft.strategies.partial.kind import PARTIAL
+from moe_ft.strategies.partial.plan import PARTIAL
 from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, planned, planned_job, row
 
 IN_FULL = (
@@ -104,7 +104,7 @@ def test_bandwidths_give_what_stays_hidden_and_the_smallest_interval() -> None:
         storage_bandwidth=100e6,
     )
     # Bottlenecks: k = 6 has 1,793.1 MB, k = 7 1,927.4 MB, more than 1.9 s; persist 1,323.1 MB, 13.2 s.
-    assert "snapshot: 1.592 s, hidden behind 1.900 s of forward and backward; stall 0.000 s" in text
+    assert "copy: 1.592 s, alongside 1.900 s of forward and backward; stall 0.000 s" in text
     assert "largest k-snapshot that stays hidden: 6" in text
     assert "auto takes" not in text
     assert (
@@ -136,7 +136,7 @@ def test_losses_of_a_fault_are_those_of_the_closed_form() -> None:
         *(*LARGE, "--num-experts", "8", "--train-iters", "1280", "--moe-ft-k-snapshot", "4"),
         *("--moe-ft-k-persist", "2", "--moe-ft-interval", "16", "--moe-ft-persist-interval", "2"),
     )
-    assert row(text, "memory (no node lost)")[1:] == ["8.00", "0.6250%"]
+    assert row(text, "memory or peers")[1:] == ["8.00", "0.6250%"]
     assert row(text, "storage (all nodes lost)")[1:] == ["48.00", "3.7500%"]
 
 
@@ -172,20 +172,20 @@ def test_failure_is_planned_where_the_time_between_failures_is_known() -> None:
 def test_footprint_has_the_sizes_of_the_plan_and_of_older_files() -> None:
     flags = (*LARGE_OF_8, "--moe-ft-strategy", "partial", "--moe-ft-k-snapshot", "4")
     text = planned("partial", *flags)
-    footprint = PARTIAL.footprint(planned_job(*flags, "--moe-ft-k-persist", "3"))
+    footprint = PARTIAL.plan(planned_job(*flags, "--moe-ft-k-persist", "3")).footprint
     rank_bytes = footprint.share.total_bytes(
         persists=False, replication_factor=0, replica_regions=1
     )
     assert row(text, "a rank, MB")[1] == f"{rank_bytes / 1e6:,.1f}"
     assert footprint.num_stored(2) == 4 + 5  # sixteen experts, three in each
     whole = ("--moe-ft-persist-dir", "/x", "--moe-ft-persist-dense-interval", "9")
-    assert PARTIAL.footprint(planned_job(*flags, *whole)).num_stored(2) == 4 + 15 + 1
-    smallest = PARTIAL.footprint(planned_job(*flags))
+    assert PARTIAL.plan(planned_job(*flags, *whole)).footprint.num_stored(2) == 4 + 15 + 1
+    smallest = PARTIAL.plan(planned_job(*flags)).footprint
     assert row(text, "persist")[2] == f"{smallest.checkpoint_bytes / 1e6:,.1f}"
 
 
 def test_footprint_of_automatic_k_has_room_for_all_experts() -> None:
     flags = (*LARGE_OF_8, "--moe-ft-strategy", "partial", "--moe-ft-k-snapshot")
-    auto = PARTIAL.footprint(planned_job(*flags, "auto"))
-    assert auto == PARTIAL.footprint(planned_job(*flags, "1", "--moe-ft-dynamic-k"))
-    assert auto.share.pool_bytes > PARTIAL.footprint(planned_job(*flags, "1")).share.pool_bytes
+    auto = PARTIAL.plan(planned_job(*flags, "auto")).footprint
+    assert auto == PARTIAL.plan(planned_job(*flags, "1", "--moe-ft-dynamic-k")).footprint
+    assert auto.share.pool_bytes > PARTIAL.plan(planned_job(*flags, "1")).footprint.share.pool_bytes

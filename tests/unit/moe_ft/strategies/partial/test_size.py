@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from moe_ft.planning.experts import experts_of_stage
-from moe_ft.strategies.partial import kind
-from moe_ft.strategies.partial.config import PartialConfig
-from moe_ft.strategies.partial.kind import PARTIAL
-from moe_ft.strategies.partial.size import PartialSizes, Workload, largest_hidden_k
+from moe_ft.strategies.partial import plan
+from moe_ft.strategies.partial.plan import PartialPlan, Workload, largest_hidden_k
+from moe_ft.strategies.partial.selection import PartialConfig
 from moe_ft.units import UnitId
 from tests.unit.moe_ft.planning.described import SMALL, planned_job
 
@@ -19,12 +18,12 @@ NUM_EXPERTS, EXPERT_ELEMENTS, NUM_LAYERS = 8, 98_304, 4
 
 
 @functools.cache
-def sizes_of(sharding: str | None, *, master_always_full: bool = False) -> PartialSizes:
+def sizes_of(sharding: str | None, *, master_always_full: bool = False) -> PartialPlan:
     """Return what eight ranks save in two stages; with a sharding the optimizer is not distributed."""
     flags = SMALL if sharding is None else (*REPLICATED, "--moe-ft-sharding", sharding)
     job = planned_job(*flags, "--moe-ft-strategy", "partial")
     options = PartialConfig(master_always_full=master_always_full)
-    return PartialSizes(job, options, PARTIAL.build)
+    return PartialPlan(job, options)
 
 
 @pytest.mark.parametrize("sharding", [None, "none", "equal", "adaptive"])
@@ -82,9 +81,9 @@ def test_ranks_of_a_stage_are_asked_without_reading_what_all_others_have(
             read.append(len(units))
             return experts_of_stage(units, num_experts)
 
-        monkeypatch.setattr(kind, "experts_of_stage", count)
+        monkeypatch.setattr(plan, "experts_of_stage", count)
         job = planned_job(*SMALL, "--moe-ft-strategy", "partial", world_size=world_size)
-        PartialSizes(job, PartialConfig(), PARTIAL.build).plan_workload(1)
+        PartialPlan(job, PartialConfig()).plan_workload(1)
         assert set(read) == {world_size // 2}
         return len(read)
 

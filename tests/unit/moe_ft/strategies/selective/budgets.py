@@ -9,8 +9,7 @@ import numpy.typing as npt
 from moe_ft.planning.experts import Counts, ExpertLayout
 from moe_ft.strategies.interface import SnapshotPlan
 from moe_ft.strategies.rotating import PlannedRun, Selection, Versions
-from moe_ft.strategies.selective.config import SelectiveConfig
-from moe_ft.strategies.selective.selection import Need, RankLoads
+from moe_ft.strategies.selective.selection import Need, RankLoads, SelectiveConfig
 from moe_ft.strategies.selective.strategy import SelectiveStrategy
 from moe_ft.units import UnitId, UnitKind
 

@@ -9,9 +9,8 @@ import pytest
 from moe_ft.config.config import MemoryConfig, RecoveryConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import Counting, ModelFacts
-from moe_ft.strategies.selective.config import SelectiveConfig
-from moe_ft.strategies.selective.kind import SELECTIVE
-from moe_ft.strategies.selective.report import SelectiveSizes
+from moe_ft.strategies.selective.plan import SELECTIVE, SelectivePlan
+from moe_ft.strategies.selective.selection import SelectiveConfig
 from tests.unit.moe_ft.planning.described import LARGE_OF_8, planned, planned_job, row
 from tests.unit.moe_ft.strategies.stage import EXPERTS, OTHERS, build, config_of, facts_of
 
@@ -93,7 +92,7 @@ def test_memory_is_made_for_all_experts_where_the_budget_is_measured() -> None:
     flags = (*LARGE_OF_8, "--moe-ft-strategy", "selective")
     job = planned_job(*flags, iteration_s=1.0, bandwidth=1e9)
     options = (SelectiveConfig(), SelectiveConfig(local_budget="1GB"))
-    measured, given = (SelectiveSizes(job, each).share.pool_bytes for each in options)
+    measured, given = (SelectivePlan(job, each).footprint.share.pool_bytes for each in options)
     # Of 48 experts: each, its version at peers, and two for each in a snapshot, which are all or 12.
     assert pytest.approx(measured / given) == (4 * 48) / (2 * 48 + 2 * 12)
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.planning.experts import Counts, ExpertLayout
-from moe_ft.strategies.selective.config import AGE, PAPER
 from moe_ft.strategies.selective.selection import (
+    AGE,
+    PAPER,
     Need,
     RankLoads,
     by_rate,

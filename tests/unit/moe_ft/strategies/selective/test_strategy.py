@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.planning.lost_tokens import UnitVersion
-from moe_ft.strategies.interface import Measured, Resumed
+from moe_ft.strategies.interface import MeasuredBytes, Resumed
 from moe_ft.strategies.selective.strategy import SelectiveStrategy
 from tests.unit.moe_ft.strategies.selective.budgets import (
     ALWAYS,
@@ -202,7 +202,7 @@ def test_storage_gets_versions_that_are_newer_than_its_own_within_the_budget_of_
 def test_budget_is_the_least_of_what_can_be_copied_committed_and_sent() -> None:
     rank = strategy_of(layout(1, 4))
     assert rank.values() == [0, 0, -1]
-    rank.note_measured(Measured(copied_bytes=500.0, committed_bytes=300.0, sent_bytes=200.0))
+    rank.note_measured(MeasuredBytes(copied_bytes=500.0, committed_bytes=300.0, sent_bytes=200.0))
     assert rank.values() == [300, 200, -1]
     assert rank.agree([ALWAYS + 3 * SIZE, ALWAYS + 2 * SIZE, -1]) == {
         "local_budget_bytes": ALWAYS + 3 * SIZE,
@@ -286,7 +286,7 @@ def test_no_expert_is_followed_once_a_peer_of_any_rank_computes_other_bits() -> 
         train([rank], np.array([[1, 1, 1000, 1]]))
         take([rank], iteration)
     assert rank.values() == [1, -1]
-    rank.note_measured(Measured(can_follow=False))
+    rank.note_measured(MeasuredBytes(can_follow=False))
     assert rank.values() == [0, -1]
     assert rank.agree(rank.values()) == {"followed": 0}
     assert rank.agree(rank.values()) == {}

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from moe_ft.strategies.interface import Measured, WindowPlan
-from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.positions import RankUnits
-from moe_ft.strategies.sparse.strategy import SparseStrategy
+from moe_ft.strategies.interface import MeasuredBytes, WindowPlan
+from moe_ft.strategies.sparse.strategy import SparseConfig, SparseStrategy
+from moe_ft.strategies.sparse.windows import RankUnits
 from moe_ft.units import Level, UnitId, UnitKind
 
 KINDS = (UnitKind.EMBEDDING, UnitKind.FINAL_NORM, UnitKind.OUTPUT)
@@ -182,7 +181,7 @@ def options_of(
 
 def values(strategy: SparseStrategy, copied: float | None, flow: float | None) -> list[int]:
     """Return what a rank says that has measured so much."""
-    strategy.note_measured(Measured(copied_bytes=copied, flow_bytes=flow))
+    strategy.note_measured(MeasuredBytes(copied_bytes=copied, flow_bytes=flow))
     return strategy.values()
 
 

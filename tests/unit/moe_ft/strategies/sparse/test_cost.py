@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.strategies.sparse.size import WindowSize, frozen_s, measure_window, work_to_redo
+from moe_ft.strategies.sparse.plan import WindowSize, frozen_s, measure_window, work_to_redo
 from moe_ft.strategies.sparse.windows import PositionSizes, WindowCuts
 
 SIX_EQUAL = PositionSizes(full=np.full((1, 6), 12), compute=np.full((1, 6), 2))

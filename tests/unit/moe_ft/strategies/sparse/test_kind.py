@@ -6,9 +6,9 @@ from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.strategy import StrategyConfig
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import Counting
-from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.kind import SPARSE
-from moe_ft.strategies.sparse.popularity import MEASURES
+from moe_ft.strategies.sparse.plan import SPARSE
+from moe_ft.strategies.sparse.strategy import SparseConfig
+from moe_ft.strategies.sparse.windows import MEASURES
 from tests.unit.moe_ft.strategies.stage import CATALOG, OTHERS, Catalog, build, config_of, facts_of
 
 

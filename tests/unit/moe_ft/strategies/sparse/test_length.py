@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.strategies.sparse.positions import RankUnits
 from moe_ft.strategies.sparse.strategy import SparseStrategy
+from moe_ft.strategies.sparse.windows import RankUnits
 from tests.unit.moe_ft.strategies.sparse.stages import (
     LARGEST,
     SEEDS,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.strategies.sparse.positions import RankUnits
+from moe_ft.strategies.sparse.windows import RankUnits
 from tests.unit.moe_ft.strategies.sparse.stages import (
     EMBEDDING,
     LARGEST,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.strategies.sparse.popularity import (
+from moe_ft.strategies.sparse.windows import (
     Popularity,
     fractions_of_layers,
     has_moved,

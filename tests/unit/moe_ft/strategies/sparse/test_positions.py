@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.strategies.sparse.positions import (
+from moe_ft.strategies.sparse.windows import (
+    PositionSizes,
     RankUnits,
     StageUnits,
+    cut_window,
     order_modules,
     spread_over_ranks,
 )
-from moe_ft.strategies.sparse.windows import PositionSizes, cut_window
 from moe_ft.units import UnitId, UnitKind
 
 

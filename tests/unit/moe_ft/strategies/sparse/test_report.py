@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from moe_ft.errors import ConfigError
-from moe_ft.strategies.sparse.kind import SPARSE
+from moe_ft.strategies.sparse.plan import SPARSE
 from tests.unit.moe_ft.planning.described import (
     LARGE_OF_8,
     SMALL,
@@ -28,7 +28,7 @@ def plan_small(*flags: str, world_size: int = 4, **facts: Any) -> str:
 
 def test_snapshots_of_a_given_window_stand_beside_a_dense_one() -> None:
     text = plan_small(*WINDOW_3)
-    assert "window 3, as given" in text
+    assert "window: 3, as given" in text
     # What the run logs: 3,705,472, 4,295,296 and 4,538,112 bytes. A rank has 869,696 parameters.
     assert row(text, "first")[1:] == ["3.7", "64.5%"]
     assert row(text, "largest")[1:] == ["4.5", "56.5%"]
@@ -46,32 +46,34 @@ def test_window_of_more_snapshots_than_units_is_warned_of() -> None:
 
 def test_window_is_chosen_so_that_its_largest_snapshot_fits_an_iteration() -> None:
     text = plan_small(**MEASURED)
-    assert "window 3, the shortest whose snapshots fit" in text
+    assert "window: 3, the shortest whose snapshots fit" in text
     assert (
         "budget of a snapshot: 5.0 MB can be copied to the host in an iteration; the largest has 4.5 MB "
         "and fits" in text
     )
-    assert "stall: 0.000 s per iteration, 0.000 s at most; expected overhead 0.00%" in text
+    assert "stall 0.000 s, 0.0% of the time with windows of 3" in text
 
 
 def test_optimizer_step_leaves_less_of_the_iteration_for_copies() -> None:
     text = plan_small(**MEASURED, update_s=0.2)
-    assert "window 4, the shortest whose snapshots fit" in text
+    assert "window: 4, the shortest whose snapshots fit" in text
     assert "4.0 MB can be copied to the host in an iteration" in text
 
 
 def test_replication_can_be_what_limits_a_snapshot() -> None:
     text = plan_small(**MEASURED, **TWO_NODES)
     assert "4.6 MB can be sent to 1 peer in an iteration; the largest has 4.5 MB and fits" in text
-    assert "last snapshot are complete 1 iteration late: a window every 4 iterations" in text
+    assert (
+        "last snapshot are complete: 1 iteration after the window: one every 4 iterations" in text
+    )
 
 
 def test_window_that_does_not_fit_has_a_stall_and_an_overhead() -> None:
     text = plan_small("--moe-ft-max-window", "1", **MEASURED)
-    assert "window 1, the longest that is allowed: none fits" in text
+    assert "window: 1, the longest that is allowed: none fits" in text
     assert "the largest has 10.4 MB and does NOT fit" in text
     # 10,436,352 bytes at 5e6 a second, of which a second is hidden.
-    assert "stall: 1.087 s per iteration, 1.087 s at most; expected overhead 108.73%" in text
+    assert "stall 1.087 s, 108.7% of the time with --moe-ft-interval 1" in text
 
 
 def test_host_memory_is_that_of_own_windows_and_of_replicas() -> None:
@@ -181,7 +183,7 @@ def test_value_that_is_needed_and_missing_is_named(
 def test_footprint_is_what_is_reserved() -> None:
     flags = (*LARGE_OF_8, "--moe-ft-strategy", "sparse", "--moe-ft-window", "3")
     text = planned("sparse", *flags)
-    footprint = SPARSE.footprint(planned_job(*flags))
+    footprint = SPARSE.plan(planned_job(*flags)).footprint
     rank_bytes = footprint.share.total_bytes(
         persists=False, replication_factor=0, replica_regions=1
     )
@@ -189,5 +191,6 @@ def test_footprint_is_what_is_reserved() -> None:
     assert footprint.checkpoint_bytes == 8 * footprint.share.region_bytes
     whole = ("--moe-ft-persist-dir", "/x", "--moe-ft-persist-dense-interval", "9")
     assert (
-        SPARSE.footprint(planned_job(*flags, *whole)).num_stored(2) == footprint.num_stored(2) + 1
+        SPARSE.plan(planned_job(*flags, *whole)).footprint.num_stored(2)
+        == footprint.num_stored(2) + 1
     )

@@ -3,17 +3,15 @@
 import numpy as np
 import pytest
 
-from moe_ft.strategies.sparse.config import SparseConfig
-from moe_ft.strategies.sparse.positions import rank_units
-from moe_ft.strategies.sparse.size import (
+from moe_ft.strategies.sparse.plan import (
     choose_length,
     measure_window,
     order_stage,
     position_work,
     region_bytes,
 )
-from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN, SparseStrategy
-from moe_ft.strategies.sparse.windows import PositionSizes, snapshot_bytes
+from moe_ft.strategies.sparse.strategy import MEMORY_MARGIN, SparseConfig, SparseStrategy
+from moe_ft.strategies.sparse.windows import PositionSizes, rank_units, snapshot_bytes
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.planning.described import SMALL, planned_job
 

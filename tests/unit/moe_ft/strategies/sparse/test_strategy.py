@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from moe_ft.strategies.sparse.positions import RankUnits
 from moe_ft.strategies.sparse.strategy import SparseStrategy
+from moe_ft.strategies.sparse.windows import RankUnits
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.strategies.sparse.stages import (
     DENSE,
