@@ -1,7 +1,7 @@
 """The plan of partial experts (MoC-System): bytes that each rank saves, and the host memory for them.
 
 The strategy of training plans each snapshot; headers and records are left out. The units of a planned job are
-planning/planned_job.py. The paper counts other bytes and other slices: benchmarks/paper_sizes.py. Last comes
+planning/planned_job.py. The paper counts other bytes and other slices: benchmarks/papers/sizes.py. Last comes
 the strategy as the registry lists it.
 """
 
