@@ -440,6 +440,7 @@ def _make_hypothesis_quick() -> None:
         deadline=None,
         database=None,
         derandomize=True,
+        max_examples=30,
         phases=[Phase.explicit, Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

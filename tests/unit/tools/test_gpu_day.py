@@ -128,18 +128,6 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_step_that_runs_again_begins_without_its_old_job_and_result(
-    tmp_path: Path, work: Path
-) -> None:
-    run([step("once", good("once"))], tmp_path / "first")
-    old = work / "jobs" / "once" / "events.jsonl"
-    old.parent.mkdir(parents=True)
-    old.touch()
-    found = run([step("once", "pass")], tmp_path / "second")
-    assert found["once"]["result"] == "FAILED"
-    assert not old.exists()
-
-
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -167,17 +155,6 @@ def test_python_without_needed_packages_is_refused_before_any_step(
     assert f"{sys.executable} lacks no-such-package" in error and "gpu-day-prepare" in error
 
 
-def test_step_that_is_named_brings_what_it_is_compared_with_and_depends_on() -> None:
-    chosen = command.choose(DAYS["nccl"], ["n-ep2-repair"])
-    assert [each.name for each in chosen] == ["facts", "nccl-probe", "n-ep2", "n-ep2-repair"]
-
-
-def test_list_has_every_step_with_its_question(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--list"]) == 0
-    shown = capsys.readouterr().out
-    assert all(each.name in shown and each.question in shown for each in STEPS)
-
-
 def test_flags_of_all_jobs_are_accepted_by_a_start_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -186,15 +163,6 @@ def test_flags_of_all_jobs_are_accepted_by_a_start_on_a_gpu(
         if "tools.gpu_day.job" in each.words:
             job.main([each.name, "--only-check", *each.words[3:]])
             assert day.read_result(each.name)["is_good"], day.read_result(each.name)
-
-
-def test_recipe_of_bridge_is_left_out_where_bridge_is_not(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job, "is_found", lambda name: False)
-    job.main(["bridge", "--model", "recipe", "--"])
-    result = day.read_result("bridge")
-    assert not result["is_good"] and result["line"].startswith("left out: ")
 
 
 def test_step_of_a_rank_trains_on_this_machine(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,6 @@ from moe_ft.commands.plan import advisor_of
 from tests.unit.source import text_files, text_of
 from tools.pictures import choices
 from tools.pictures.__main__ import FOLDER, PICTURES
-from tools.pictures.plots import Measured, measured, table_with
-from tools.pictures.recording import choose_repair
 from tools.pictures.svg import Drawing
 
 
@@ -36,52 +34,6 @@ def test_text_that_leaves_the_picture_is_refused() -> None:
         drawing.text(60, 20, "does not fit")
     with pytest.raises(ValueError, match="of 20 pixels"):
         drawing.label(30, 10, 24, 20, "panel", ["wide"])
-
-
-def test_text_of_a_picture_is_escaped() -> None:
-    drawing = Drawing(100, 40, "a < b", "")
-    drawing.text(10, 20, "<x>")
-    assert "<x>" not in drawing.render()
-    ElementTree.fromstring(drawing.render())
-
-
-def test_number_of_a_table_has_its_range() -> None:
-    assert measured("1,021.5 (-0.1 to 2,000)") == Measured(
-        text="1,021.5 (-0.1 to 2,000)", middle=1021.5, low=-0.1, high=2000
-    )
-    with pytest.raises(LookupError, match="no measured number"):
-        measured("-")
-
-
-def test_plot_of_a_table_that_is_gone_is_refused() -> None:
-    with pytest.raises(LookupError, match="no table of stall.md has the columns"):
-        table_with("stall.md", "candidate", "a column that nothing has")
-
-
-def test_recorded_repair_begins_with_the_death_and_ends_with_the_last_rank() -> None:
-    def rank(
-        pids: list[int], repaired_at: float, *, is_replacement: bool
-    ) -> list[dict[str, object]]:
-        repair = {
-            "event": "repair",
-            "time": repaired_at,
-            "seconds": repaired_at - 100.0,
-            "is_replacement": is_replacement,
-            "phases_s": {"meet": 1.0},
-            "dead_ranks": [1],
-            "broken_iteration": 4,
-            "recovered_iteration": 4,
-        }
-        starts = [{"event": "start", "time": 90.0, "pid": pid} for pid in pids]
-        iteration = {"event": "iteration", "iteration": 4, "time": 99.5, "iteration_s": 0.5}
-        return [*starts, iteration, repair]
-
-    found = choose_repair(
-        {0: rank([7, 7], 101.0, is_replacement=False), 1: rank([8, 9], 101.5, is_replacement=True)}
-    )
-    assert [each["kept_its_process"] for each in found["ranks"]] == [True, False]
-    assert [each["done"] for each in found["ranks"]] == [1.0, 1.5]
-    assert found["ranks"][0]["iterations"] == [[4, -1.0, -0.5]]
 
 
 @pytest.mark.rest
