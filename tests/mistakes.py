@@ -382,7 +382,7 @@ class Noticing:
     def _wanted(
         self, of: dict[str, Source], known: dict[str, Any]
     ) -> Iterator[tuple[str, str, int, list[str]]]:
-        """Yield mistakes with the tests that run their lines: for each test in turn those that fewest run.
+        """Yield mistakes with the tests that run their lines: the rarest of each test, long ones first.
 
         A test that alone notices a mistake remains, and need not be tried any further.
         """
@@ -393,13 +393,12 @@ class Noticing:
             for test in {*map(function_of, runners[name])}:
                 if test.startswith(self._candidates):
                     of_test[test].append(name)
-        done = {*self._run.read("noticed")}
-        for wanted in range(1, self._per_test + 1):
-            for test, names in of_test.items():
-                new = [each for each in names if each not in done]
-                if new and len(names) - len(new) < wanted and test not in self._needed():
-                    done.add(new[0])
-                    yield new[0], *places[new[0]], runners[new[0]]
+        lengths = _lengths(self._run, self._candidates)
+        for test in sorted(of_test, key=lambda each: -lengths.get(each, 0)):
+            done, names = self._run.read("noticed"), of_test[test][: self._per_test]
+            for name in names:
+                if name not in done and test not in self._needed():
+                    yield name, *places[name], runners[name]
 
     def _needed(self) -> set[str]:
         """Return the tests that alone notice a mistake, which the simulation does not find either."""
