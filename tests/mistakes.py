@@ -1,7 +1,7 @@
 """Small mistakes in the product: which tests notice each of them, and whether others would without these.
 
     python -m tests.mistakes notice RUN TESTS... --module FOLDER  # who notices mistakes there
-    python -m tests.mistakes simulate RUN TESTS...                # which does the simulation find?
+    python -m tests.mistakes simulate RUN TESTS... [--module F]   # which does the simulation find?
     python -m tests.mistakes choose RUN TESTS...                  # print tests that may go
 
 RUN is a folder for what is found; each command continues what is there, and ends after --seconds. TESTS are
@@ -395,8 +395,8 @@ class Noticing:
                     of_test[test].append(name)
         lengths = _lengths(self._run, self._candidates)
         for test in sorted(of_test, key=lambda each: -lengths.get(each, 0)):
-            done, names = self._run.read("noticed"), of_test[test][: self._per_test]
-            for name in names:
+            done = self._run.read("noticed").keys() | found_by_simulation(self._run)
+            for name in of_test[test][: self._per_test]:
                 if name not in done and test not in self._needed():
                     yield name, *places[name], runners[name]
 
@@ -658,6 +658,7 @@ def main(words: list[str]) -> int:
         pytest.main(["-p", "no:cacheprovider", "-q", *candidates, *options.other], plugins=[plugin])
     elif options.command == "simulate":
         names = to_simulate(Evidence.of(run), candidates)
+        names += [name for name, _, _ in _in_random_order(sources(options.module))]
         Simulating(run).try_mistakes(names, options.seconds)
     else:
         print(*choose(run, candidates), sep="\n")
