@@ -53,7 +53,7 @@ def run_kind(kind: str, num_kills: int, folder: Path) -> tuple[list[float], list
         log_path=folder / "log",
         keeps=kind in ("keep", "repair"),
     )
-    ended = [[*map(_entry, _lines(folder / f"{rank}.times"))] for rank in range(_NUM_RANKS)]
+    ended = [[*map(_entry, (folder / f"{rank}.times").open())] for rank in range(_NUM_RANKS)]
     seconds, again = [], []
     for kill in kills:
         killed_s = float((folder / f"kill_{kill}").read_text())
@@ -72,10 +72,6 @@ def _flags(kind: str, folder: Path) -> list[str]:
         *("--moe-ft-memory-dir", f"/dev/shm/{folder.parent.name}/{kind}"),
         *(("--moe-ft-repair", repair) if repair else ()),
     ]
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines()
 
 
 def _entry(line: str) -> tuple[float, int]:

@@ -21,11 +21,12 @@ benchmarks/recoveries.py; "torchrun" is without `moe_ft keep`. Medians (ranges).
 """
 
 import argparse
+import itertools
 import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -363,35 +364,17 @@ def is_in_phases(case: Case, found: Mapping[Case, Results]) -> bool:
 def cases_of(options: argparse.Namespace) -> Iterator[Case]:
     """Yield the jobs to run, by stages and micro-batches."""
     slow = options.forward_s, options.backward_s
-    for stages in options.stages:
-        for microbatches in options.micro_batches:
-            size = (stages, microbatches, options.repeats)
-            if SLEEPING in options.parts:
-                yield _case(*size, slow)
-            if COMPUTING in options.parts:
-                yield _case(*size, (0.0, 0.0))
-    if PLAIN in options.parts:
-        yield _case(min(options.stages), max(options.micro_batches), options.repeats, slow, False)
-
-
-def _case(
-    stages: int, microbatches: int, repeats: int, stage_s: tuple[float, float], keeps: bool = True
-) -> Case:
-    return Case(
-        num_stages=stages,
-        num_microbatches=microbatches,
-        num_recoveries=repeats,
-        stage_s=stage_s,
-        keeps=keeps,
-    )
-
-
-def measured(options: argparse.Namespace) -> str:
-    """Return what is measured, in short."""
-    return (
-        f"Window {WINDOW}; recoveries a job: {options.repeats}; sleeping stages take "
-        f"{options.forward_s:g} s forward and {options.backward_s:g} s backward."
-    )
+    for stages, microbatches in itertools.product(options.stages, options.micro_batches):
+        case = Case(
+            num_stages=stages, num_microbatches=microbatches, num_recoveries=options.repeats
+        )
+        if SLEEPING in options.parts:
+            yield replace(case, stage_s=slow)
+        if COMPUTING in options.parts:
+            yield case
+        is_plain = (stages, microbatches) == (min(options.stages), max(options.micro_batches))
+        if PLAIN in options.parts and is_plain:
+            yield replace(case, stage_s=slow, keeps=False)
 
 
 def main() -> None:
@@ -404,7 +387,12 @@ def main() -> None:
         forward_s=(0.025, 0.025, "of a sleeping stage"),
         backward_s=(0.05, 0.05, "of a sleeping stage"),
     )
-    parts = [conditions(measured(options))]
+    parts = [
+        conditions(
+            f"Window {WINDOW}; recoveries a job: {options.repeats}; sleeping stages take "
+            f"{options.forward_s:g} s forward and {options.backward_s:g} s backward."
+        )
+    ]
     found: dict[Case, Results] = {}
     with data_folder() as (folder, data):
         for case in cases_of(options):

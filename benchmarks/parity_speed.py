@@ -261,13 +261,7 @@ def main(words: Sequence[str] | None = None) -> None:
         finally:
             job.close()
     rows = [
-        (
-            kind,
-            *(
-                spread([each / 1e9 for each in rate], ".2f") if rate else "-"
-                for rate in rates.values()
-            ),
-        )
+        (kind, *(spread([each / 1e9 for each in rate], ".2f") for rate in rates.values()))
         for kind, rates in found.items()
     ]
     say = conditions(

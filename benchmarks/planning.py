@@ -26,7 +26,7 @@ import torch
 from benchmarks import stand_ins
 from benchmarks.candidate import Site
 from benchmarks.ours import MoeFtMemory
-from benchmarks.output import conditions, markdown_table, read_options, show
+from benchmarks.output import conditions, markdown_table, read_options, show, spread
 from moe_ft.engine.background import Report
 from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.memory.layout import FileLayout
@@ -323,9 +323,8 @@ def table(rows: Rows, *, has_goal: bool) -> str:
     """Return median and range of each row and, if there is a goal, whether the median meets it."""
     lines = []
     for name, times in rows.items():
-        middle = median(times)
-        line = [name, f"{middle:.3f} ({min(times):.3f}-{max(times):.3f})"]
-        lines.append([*line, "yes" if middle < GOAL_MS else "NO"] if has_goal else line)
+        is_met = ["yes" if median(times) < GOAL_MS else "NO"] if has_goal else []
+        lines.append([name, spread(times), *is_met])
     headers: Sequence[str] = HEADERS if has_goal else HEADERS[:2]
     return markdown_table(lines, headers)
 
