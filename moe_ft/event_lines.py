@@ -35,8 +35,6 @@ class Mark(StrEnum):
 class SnapshotTier(StrEnum):
     """Places that a checkpoint's bytes go to."""
 
-    __hash__ = str.__hash__  # that of an Enum is slow, and logs have millions of them
-
     MEMORY = "memory"
     PEERS = "peers"
     STORAGE = "storage"
@@ -127,7 +125,7 @@ class IterationLine(Line, frozen=True, kw_only=True, gc=False):
     loss: float | Literal["nan", "inf", "-inf"] | None = None
     resident_bytes: Int | None = None
     device_bytes: Int | None = None
-    phases_s: dict[str, float] = {}
+    phases_s: dict[str, float] | None = None
 
     @property
     def own_s(self) -> float | None:

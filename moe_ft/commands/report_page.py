@@ -17,7 +17,7 @@ from itertools import accumulate, groupby
 from markupsafe import Markup
 
 from moe_ft.commands.pages import LEFT, ROW, fill_page, html_table, key_of_colours, label, svg
-from moe_ft.commands.report_run import ReportedRun, ReportGroup
+from moe_ft.commands.report_run import ReportedRun
 from moe_ft.commands.report_sums import MOST_ENDS, NUM_BUCKETS, Frame, JobHistory, TimelineRow
 from moe_ft.config.fields import size_text
 from moe_ft.event_lines import Mark, SnapshotTier
@@ -64,7 +64,7 @@ def as_html(run: ReportedRun, tables: Mapping[str, Cells]) -> str:
         ),
         uses=key_of_colours([*Spent]),
         keys=[(kind, _MEANINGS[kind]) for kind in (*SnapshotTier, *Mark)],
-        timeline=_draw_timeline(run.groups, run.frame),
+        timeline=_draw_timeline(run.rows, run.frame),
         sampled=run.frame.every,
         loss=_draw_loss(run.history, run.frame),
         tiers=html_table(
@@ -143,15 +143,15 @@ def _draw_shares(shares: TimeShares) -> Markup:
     return svg(1, "".join(parts), aria_label="where the time went")
 
 
-def _draw_timeline(groups: Sequence[ReportGroup], frame: Frame) -> Markup:
-    """Return a row for each group: training above, checkpoints under it, marks on both."""
-    parts = [_time_axis(frame, len(groups))]
-    for row, group in enumerate(groups):
-        parts.append(label(0, row, group.name if len(group.name) < 34 else f"{group.name[:33]}…"))
-        parts.append(_draw_row(group.row, ROW * row))
-    names = "\n".join(group.name for group in groups)
+def _draw_timeline(rows: Sequence[TimelineRow], frame: Frame) -> Markup:
+    """Return the rows: training above, checkpoints under it, marks on both."""
+    parts = [_time_axis(frame, len(rows))]
+    for number, row in enumerate(rows):
+        parts.append(label(0, number, row.name if len(row.name) < 34 else f"{row.name[:33]}…"))
+        parts.append(_draw_row(row, ROW * number))
+    names = "\n".join(row.name for row in rows)
     return svg(
-        len(groups) + 1,
+        len(rows) + 1,
         "".join(parts),
         aria_label="timeline of ranks",
         data_rows=names,

@@ -72,15 +72,6 @@ class RankEnds:
         return last.ending(_LONGEST_REASON)
 
 
-@dataclass(kw_only=True, slots=True)
-class ReportGroup:
-    """Ranks that share a row of the timeline."""
-
-    name: str
-    ranks: Sequence[int]
-    row: TimelineRow
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportedRun:
     """A run over all its incarnations.
@@ -90,7 +81,8 @@ class ReportedRun:
         folds: of the ranks that were read as a whole: the first and the last one, or all of them.
         history: of the job, as the last rank of each start tells it.
         first: the first rank, which every start has.
-        groups: of ranks that were read, with their rows.
+        last: the last rank of the last start.
+        rows: of the timeline, of the ranks that were read.
         left_out: a line on each part of the log that could not be read.
     """
 
@@ -99,7 +91,8 @@ class ReportedRun:
     folds: dict[int, RankFold]
     history: JobHistory
     first: int
-    groups: Sequence[ReportGroup]
+    last: int
+    rows: Sequence[TimelineRow]
     left_out: tuple[str, ...]
 
     @property
@@ -107,6 +100,11 @@ class ReportedRun:
         """Ends of the ranks of the last start."""
         newest = max(each.fold.incarnation for each in self.ends.values())
         return [each for each in self.ends.values() if each.fold.incarnation == newest]
+
+    @property
+    def last_start(self) -> StartLine | None:
+        """The last start, if its beginning is in the log."""
+        return self.folds[self.last].start
 
     @property
     def verdict(self) -> str:
@@ -126,7 +124,7 @@ class ReportedRun:
     @property
     def stragglers(self) -> list[Straggler]:
         """The slowest ranks of the last start, as it ended."""
-        start = self.history.last_start
+        start = self.last_start
         has_experts = bool(start and start.num_experts)
         own = (each.fold.own_times for each in self.newest)
         return find_stragglers(replace(each, has_experts=has_experts) for each in own)
@@ -160,8 +158,8 @@ class ReportedRun:
     def total(self) -> TimelineRow:
         """Row of all ranks that were read."""
         total = TimelineRow(frame=self.frame)
-        for group in self.groups:
-            total.add(group.row)
+        for row in self.rows:
+            total.add(row)
         return total
 
 
@@ -204,30 +202,32 @@ def read_run(
     last_ranks = {main, *last_of.values()}
     whole = sorted({first, *last_ranks})
     frame = _frame(ends, all_ranks=all_ranks)
-    rows = _group(ends) if all_ranks else ((f"rank {rank}", [rank]) for rank in whole)
-    groups = [
-        ReportGroup(name=name, ranks=ranks, row=TimelineRow(frame=frame)) for name, ranks in rows
-    ]
-    group_of = {rank: group for group in groups for rank in group.ranks}
+    groups = _group(ends) if all_ranks else ((f"rank {rank}", [rank]) for rank in whole)
+    row_of = {
+        rank: row
+        for name, ranks in groups
+        for row in [TimelineRow(frame=frame, name=name)]
+        for rank in ranks
+    }
     history, folds = JobHistory(frame.last_iteration), {}
     work = [
         _Work(
-            directory=directory,
+            path=event_path(directory, rank),
             rank=rank,
-            frame=frame,
-            is_whole=rank in whole,
+            # The numbers of some ranks are the ones that people compare, and a trace has all iterations.
+            frame=replace(frame, every=1) if rank in whole or trace else frame,
             has_history=last_ranks == {rank},
             has_trace=trace is not None,
         )
-        for rank in group_of
+        for rank in row_of
     ]
-    for done in _read_files(work, sum(ends[rank].num_bytes for rank in group_of)):
+    for done in _read_files(work, sum(ends[rank].num_bytes for rank in row_of)):
         rank = done.fold.rank
         folds[rank] = done.fold
         left_out.num_lines[rank] = done.fold.num_not_read
         if done.error:
             left_out.files[event_path(directory, rank).name] = done.error
-        group_of[rank].row.add(done.row)
+        row_of[rank].add(done.row)
         history = done.history or history
         if trace is not None:
             trace(done.trace)
@@ -239,7 +239,8 @@ def read_run(
         folds=folds,
         history=history,
         first=first,
-        groups=groups,
+        last=main,
+        rows=[*{id(row): row for row in row_of.values()}.values()],
         left_out=left_out.describe(),
     )
 
@@ -381,10 +382,9 @@ def _group(ends: Mapping[int, RankEnds]) -> Iterator[tuple[str, list[int]]]:
 class _Work:
     """A file to read."""
 
-    directory: Path
+    path: Path
     rank: int
     frame: Frame
-    is_whole: bool
     has_history: bool
     has_trace: bool
 
@@ -409,17 +409,15 @@ def _share_progress(done_bytes: "Synchronized[int]") -> None:
 
 
 def _read_file(work: _Work) -> _Done:
-    frame = work.frame
+    frame, error = work.frame, ""
     row = TimelineRow(frame=frame, ranks=(work.rank,))
     history = JobHistory(frame.last_iteration) if work.has_history else None
     trace = TraceSink(work.rank, frame.first_s) if work.has_trace else None
     sinks = (each for each in (row, history, trace) if each is not None)
-    fold, error = RankFold(rank=work.rank, sinks=tuple(sinks)), ""
-    # The numbers of some ranks are the ones that people compare, and a trace has all iterations.
-    every = 1 if work.is_whole or trace else frame.every
+    fold = RankFold(rank=work.rank, sinks=tuple(sinks))
     try:
-        lines = _counting(read_lines(event_path(work.directory, work.rank)))
-        fold.read(sampled(lines, every, frame.loads_every))
+        lines = _counting(read_lines(work.path))
+        fold.read(sampled(lines, frame.every, frame.loads_every))
     except OSError as caught:
         error = caught.strerror or str(caught)
     fold.sinks = ()

@@ -181,13 +181,13 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 def summarize_run(run: ReportedRun, directory: Path) -> RunReport:
     """Return what a run comes to."""
     history = run.history
-    corruptions = set().union(*(group.row.corruptions for group in run.groups))
+    corruptions = set().union(*(row.corruptions for row in run.rows))
     hangs = Counter[str]()
     for fold in run.folds.values():
         hangs.update({label: num for (kind, label), num in fold.counts.items() if kind is HangLine})
     return RunReport(
         event_log=str(directory).encode(errors="backslashreplace").decode(),  # it may be no text
-        job=_job(history.last_start, run.hosts),
+        job=_job(run.last_start, run.hosts),
         first_event_unix_s=run.frame.first_s,
         last_event_unix_s=run.frame.last_s,
         last_iteration=run.num_iterations,

@@ -43,6 +43,7 @@ _NUM_AROUND_RECOVERY = 5
 _NUM_KEPT = 50_000  # samples for a median, and losses for recoveries to go back to
 _HEAD_BYTES = 200  # of a line; its kind and iteration are in there
 _KIND = b'"event": "'
+_WHOLE = (b"}\n", b"}")
 Cells = array[float]  # [bucket]
 
 
@@ -55,19 +56,21 @@ def sampled(lines: Iterable[bytes], every: int, loads_every: int) -> Iterator[by
     left_out, is_first = b"", True
     for line in lines:
         at = line.find(_KIND, 0, _HEAD_BYTES) + len(_KIND)
-        if line.startswith(b'iteration"', at) and line.endswith((b"}\n", b"}")):
-            if not is_first and not _is_multiple(line, at + 10, every):
-                left_out = line
+        kind = line[at : at + 10]
+        if kind == b'iteration"':
+            if every > 1 and line.endswith(_WHOLE):
+                if not is_first and not _is_multiple(line, at + 10, every):
+                    left_out = line
+                    continue
+                left_out, is_first = b"", False
+        elif kind == b"router_loa":
+            if not _is_multiple(line, at + 12, loads_every) and line.endswith(_WHOLE):
                 continue
-            left_out, is_first = b"", False
-        elif line.startswith(b'router_load"', at) and line.endswith((b"}\n", b"}")):
-            if not _is_multiple(line, at + 12, loads_every):
-                continue
-        elif line.startswith((b'start"', b'end"'), at):
+        elif every > 1 and kind.startswith((b'start"', b'end"')):
             if left_out:  # training ended with it
                 yield left_out
                 left_out = b""
-            is_first = is_first or line.startswith(b"start", at)
+            is_first = is_first or kind.startswith(b"start")
         yield line
 
 
@@ -135,6 +138,7 @@ class TimelineRow(Sink):
     """Row of the timeline: of one rank, whose events it takes, or of several, whose rows it adds up.
 
     Attributes:
+        name: that stands before it.
         ranks: whose row it is.
         busy: the share of each bucket of time, by use, and by tier that bytes were on the way to.
         moved: bytes that arrived in a bucket, by tier.
@@ -146,10 +150,13 @@ class TimelineRow(Sink):
         corruptions: findings, each as iteration, check and ranks that may be corrupt.
     """
 
+    kinds = frozenset((IterationLine, RouterLoadLine, SnapshotLine, CorruptionLine))
+
     frame: Frame
+    name: str = ""
     ranks: tuple[int, ...] = ()
     busy: dict[Spent | SnapshotTier, Cells] = field(default_factory=_cells_of)
-    moved: dict[SnapshotTier, Cells] = field(default_factory=_cells_of)
+    moved: dict[Spent | SnapshotTier, Cells] = field(default_factory=_cells_of)
     ends: list[float] = field(default_factory=list)
     marks: dict[tuple[int, Mark], tuple[int, str]] = field(default_factory=dict)
     loads: dict[int, Tokens] = field(default_factory=dict)
@@ -158,10 +165,17 @@ class TimelineRow(Sink):
     corruptions: set[tuple[int, str, tuple[int, ...]]] = field(default_factory=set)
 
     @override
-    def span(self, kind: Spent | SnapshotTier, begin_s: float, end_s: float, event: Line) -> None:
+    def span(
+        self,
+        kind: Spent | SnapshotTier,
+        begin_s: float,
+        end_s: float,
+        event: Line,
+        num_bytes: int = 0,
+    ) -> None:
         bucket = self.frame.spread(self.busy[kind], begin_s, end_s)
-        if isinstance(kind, SnapshotTier):
-            self.moved[kind][bucket] += event.moved_bytes  # type: ignore[attr-defined]
+        if num_bytes:
+            self.moved[kind][bucket] += num_bytes
 
     @override
     def moment(self, mark: Mark, time_s: float, text: str) -> None:
@@ -171,17 +185,15 @@ class TimelineRow(Sink):
 
     @override
     def take(self, event: Line) -> None:
-        kind = type(event)
-        if kind is IterationLine:
-            self._iterate(event)  # type: ignore[arg-type]
-        elif kind is RouterLoadLine or kind is SnapshotLine:
-            if event.iteration % self.frame.loads_every == 0:
-                if isinstance(event, RouterLoadLine):
-                    self.loads[event.iteration] = event.tokens
-                elif isinstance(event, SnapshotLine) and event.experts:
-                    self.saved[event.iteration] = event.experts
+        if isinstance(event, IterationLine):
+            self._iterate(event)
         elif isinstance(event, CorruptionLine):
             self.corruptions.add((event.iteration, event.check, event.ranks))
+        elif event.iteration % self.frame.loads_every == 0:
+            if isinstance(event, RouterLoadLine):
+                self.loads[event.iteration] = event.tokens
+            elif isinstance(event, SnapshotLine) and event.experts:
+                self.saved[event.iteration] = event.experts
 
     def _iterate(self, event: IterationLine) -> None:
         at = self.frame.place(event.time)
@@ -283,9 +295,15 @@ class LossesAround:
 class JobHistory(Sink):
     """History of the job: speed, losses, recoveries, repairs; of the rank that has the losses."""
 
+    kinds = frozenset(
+        (
+            *(IterationLine, ReplicateLine, AtRiskLine, StartLine, RecoveryLine, RepairLine),
+            *(SkippedBatchLine, ElasticLine),
+        )
+    )
+
     def __init__(self, last_iteration: int) -> None:
         """Begin; the curve of losses is as fine as the number of iterations allows."""
-        self.last_start: StartLine | None = None
         self.recoveries: list[LossesAround] = []
         self.repairs: list[RepairLine] = []
         self.skipped: dict[str, str] = {}  # by iteration: what its batch has led to
@@ -318,7 +336,6 @@ class JobHistory(Sink):
                     before, num = self._at_risk.get(target, (0, 0))
                     self._at_risk[target] = before + tokens, num + 1
             case StartLine():
-                self.last_start = event
                 self._is_steady = False
             case RecoveryLine():
                 self._recover(event)

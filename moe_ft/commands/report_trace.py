@@ -41,6 +41,8 @@ Part = tuple[str, str]  # node, and an event as JSON without its brace and the n
 class TraceSink(Sink):
     """Spans and moments of one rank. They are as many as its log is long."""
 
+    kinds = frozenset((StartLine, IterationLine, RecoveryLine, RepairLine))
+
     def __init__(self, rank: int, first_s: float) -> None:
         """Begin; times count from `first_s`."""
         self._rank, self._first_s = rank, first_s
@@ -79,9 +81,15 @@ class TraceSink(Sink):
         self._spans.setdefault((self._node, _TRAINING), []).append([event])
 
     @override
-    def span(self, kind: Spent | SnapshotTier, begin_s: float, end_s: float, event: Line) -> None:
+    def span(
+        self,
+        kind: Spent | SnapshotTier,
+        begin_s: float,
+        end_s: float,
+        event: Line,
+        num_bytes: int = 0,
+    ) -> None:
         if isinstance(kind, SnapshotTier):
-            num_bytes = event.moved_bytes  # type: ignore[attr-defined]
             name = _NAMES[kind]
             self._add(kind, name, begin_s, end_s, iteration=event.iteration, bytes=num_bytes)
         elif kind is Spent.RECOVERING:
@@ -124,7 +132,7 @@ class TraceSink(Sink):
     def _iterate(self, event: IterationLine) -> None:
         begin_s, name = event.time - event.iteration_s, f"iteration {event.iteration}"
         arguments = {"loss": event.loss, "stall_s": event.stall_s, "tokens": event.num_tokens}
-        self._add(_TRAINING, name, begin_s, event.time, event.phases_s, **arguments)
+        self._add(_TRAINING, name, begin_s, event.time, event.phases_s or {}, **arguments)
         if event.idle_s is not None:
             idle_s, exchange_s = event.idle_s, event.exchange_s or 0.0
             own_s = max(0.0, event.iteration_s - idle_s - exchange_s)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from moe_ft.event_lines import (
     DegradedLine,
@@ -45,16 +45,29 @@ _NUM_SHOWN = 60  # iterations, for a picture of their times
 
 
 class Sink:
-    """Part that keeps what grows with a log. This one keeps nothing."""
+    """Part that keeps what grows with a log. This one keeps nothing.
 
-    def span(self, kind: Spent | SnapshotTier, begin_s: float, end_s: float, event: Line) -> None:
+    Attributes:
+        kinds: of events that it takes.
+    """
+
+    kinds: ClassVar[frozenset[type[Line]]] = frozenset()
+
+    def span(
+        self,
+        kind: Spent | SnapshotTier,
+        begin_s: float,
+        end_s: float,
+        event: Line,
+        num_bytes: int = 0,
+    ) -> None:
         """Take a span, in seconds since 1970: a use of the rank's time, or bytes on the way to a tier."""
 
     def moment(self, mark: Mark, time_s: float, text: str) -> None:
         """Take a moment, and what happened to the rank in it."""
 
     def take(self, event: Line) -> None:
-        """Take an event, after its spans and moments."""
+        """Take an event of one of its kinds, after its spans and moments."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -213,13 +226,15 @@ class RankFold:
         """Take the next event."""
         if event.incarnation != self.incarnation:
             self.incarnation, self.last_word, self.verdict = event.incarnation, None, ""
-        if (handle := _HANDLERS.get(type(event))) is not None:
+        kind = type(event)
+        if (handle := _HANDLERS.get(kind)) is not None:
             handle(self, event)
         if event.mark is not None:
-            self.counts[type(event), event.label] += 1
+            self.counts[kind, event.label] += 1
             self._mark(event.mark, event.time, event.text)
         for sink in self.sinks:
-            sink.take(event)
+            if kind in sink.kinds:
+                sink.take(event)
         self.last = event
         if event.time > self.time_s:  # snapshots end before they are told
             self.time_s = event.time
@@ -268,15 +283,15 @@ class RankFold:
                     sink.span(use, begin_s, end_s, event)
 
     def _move(self, event: MovedLine) -> None:
-        moves, seconds = self.tiers[event.tier], event.seconds
+        moves, seconds, num_bytes = self.tiers[event.tier], event.seconds, event.moved_bytes
         moves.iteration = event.iteration
         moves.num += 1
-        moves.num_bytes += event.moved_bytes
+        moves.num_bytes += num_bytes
         moves.seconds += seconds
         if seconds > moves.longest_s:
             moves.longest_s = seconds
         for sink in self.sinks:
-            sink.span(event.tier, event.time - seconds, event.time, event)
+            sink.span(event.tier, event.time - seconds, event.time, event, num_bytes)
 
     def _read_back(self, event: ReadBackLine) -> None:
         self.read_back = event.iteration

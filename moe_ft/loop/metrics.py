@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from typing import Any, override
@@ -24,7 +24,6 @@ from moe_ft.errors import ConfigError
 from moe_ft.event_lines import (
     CorruptionLine,
     DegradedLine,
-    Line,
     RecoveryLine,
     RepairLine,
     SkippedLine,
@@ -46,133 +45,70 @@ _SILENT_S = 5.0  # of a connection, until it is closed
 _GAUGE, _COUNTER = "gauge", "counter"
 # Labels of every metric. Prometheus sets `job` and `instance` itself, so ours have other names.
 LABELS = ("job_name", "node", "rank")
-Values = dict[str, float | None]  # by the label besides these; none is left out
-
-
-def _value(name: str) -> Callable[[RankFold], Values]:
-    return lambda fold: {"": getattr(fold, name)}
-
-
-def _once_begun(name: str) -> Callable[[RankFold], Values]:
-    # Before the first event of a process it would fall to 0.
-    return lambda fold: {"": getattr(fold, name) if fold.time_s else None}
-
-
-def _counted(kind: type[Line], labels: Iterable[str] = ("",)) -> Callable[[RankFold], Values]:
-    # Also with 0: increase() misses the birth of a series.
-    return lambda fold: {label: fold.counts[kind, label] for label in labels}
-
-
-def _of_tiers(name: str) -> Callable[[RankFold], Values]:
-    return lambda fold: {tier: getattr(moves, name) for tier, moves in fold.tiers.items()}
-
-
-def _newest_snapshots(fold: RankFold) -> Values:
-    return {tier: moves.iteration for tier, moves in fold.tiers.items() if moves.num}
-
-
-# By name: the kind, the label besides those of all, the values of a rank, and the meaning.
-METRICS: Mapping[str, tuple[str, str, Callable[[RankFold], Values], str]] = {
-    "iteration": (_GAUGE, "", _once_begun("iteration"), "last iteration that is complete"),
-    "incarnation": (
-        _GAUGE,
-        "",
-        _once_begun("incarnation"),
-        "number of the start, from 0; a repair begins one too",
-    ),
-    "last_event_timestamp_seconds": (_GAUGE, "", _once_begun("time_s"), "time of the last event"),
-    "loss": (_GAUGE, "", _value("loss"), "loss of the last iteration, of ranks that have it"),
-    "iterations": (_COUNTER, "", _value("num_iterations"), "iterations, repeated ones included"),
-    "tokens": (
-        _COUNTER,
-        "",
-        _value("num_tokens"),
-        "tokens of the whole job, those of repeated iterations included",
-    ),
-    "iteration_seconds": (_GAUGE, "", _value("iteration_s"), "median of the last 20 iterations"),
-    "stall_seconds": (
-        _COUNTER,
-        "",
-        _value("total_stall_s"),
-        "time that checkpoints held training up",
-    ),
-    "idle_seconds": (
-        _COUNTER,
-        "",
-        _value("total_idle_s"),
-        "time that the rank waited for other ranks",
-    ),
-    "own_seconds": (
-        _GAUGE,
-        "stage",
-        lambda fold: {str(fold.stage): fold.own_times.median_s},
-        "median of the own time of the last iterations that tell it",
-    ),
-    "time_seconds": (
-        _COUNTER,
-        "use",
-        lambda fold: {use.value: seconds for use, seconds in fold.spent.seconds.items()},
-        "time by use, as moe_ft report divides it",
-    ),
-    "snapshot_iteration": (
-        _GAUGE,
-        "tier",
-        _newest_snapshots,
-        "iteration of the newest snapshot in a tier",
-    ),
-    "read_back_iteration": (
-        _GAUGE,
-        "",
-        _value("read_back"),
-        "newest iteration that was read back from storage",
-    ),
-    "snapshots": (_COUNTER, "tier", _of_tiers("num"), "snapshots that have reached a tier"),
-    "snapshot_bytes": (_COUNTER, "tier", _of_tiers("num_bytes"), "bytes that have gone to a tier"),
-    "snapshot_seconds": (
-        _COUNTER,
-        "tier",
-        _of_tiers("seconds"),
-        "time until snapshots were in a tier",
-    ),
-    "skipped": (
-        _COUNTER,
-        "",
-        lambda fold: {"": fold.num(SkippedLine)},
-        "snapshots that were due and were left out",
-    ),
-    "degraded": (
-        _COUNTER,
-        "part",
-        _counted(DegradedLine, BackgroundPart),
-        "failures of parts of checkpointing",
-    ),
+# By name: the kind, the meaning, and the label besides these.
+METRICS: Mapping[str, tuple[str, str, str]] = {
+    "iteration": (_GAUGE, "last iteration that is complete", ""),
+    "incarnation": (_GAUGE, "number of the start, from 0; a repair begins one too", ""),
+    "last_event_timestamp_seconds": (_GAUGE, "time of the last event", ""),
+    "loss": (_GAUGE, "loss of the last iteration, of ranks that have it", ""),
+    "iterations": (_COUNTER, "iterations, repeated ones included", ""),
+    "tokens": (_COUNTER, "tokens of the whole job, those of repeated iterations included", ""),
+    "iteration_seconds": (_GAUGE, "median of the last 20 iterations", ""),
+    "stall_seconds": (_COUNTER, "time that checkpoints held training up", ""),
+    "idle_seconds": (_COUNTER, "time that the rank waited for other ranks", ""),
+    "own_seconds": (_GAUGE, "median of the own time of the last iterations that tell it", "stage"),
+    "time_seconds": (_COUNTER, "time by use, as moe_ft report divides it", "use"),
+    "snapshot_iteration": (_GAUGE, "iteration of the newest snapshot in a tier", "tier"),
+    "read_back_iteration": (_GAUGE, "newest iteration that was read back from storage", ""),
+    "snapshots": (_COUNTER, "snapshots that have reached a tier", "tier"),
+    "snapshot_bytes": (_COUNTER, "bytes that have gone to a tier", "tier"),
+    "snapshot_seconds": (_COUNTER, "time until snapshots were in a tier", "tier"),
+    "skipped": (_COUNTER, "snapshots that were due and were left out", ""),
+    "degraded": (_COUNTER, "failures of parts of checkpointing", "part"),
     "corruptions": (
         _COUNTER,
-        "check",
-        _counted(CorruptionLine, Check),
         "findings of silent corruption, on each rank that knows of it",
+        "check",
     ),
-    "recoveries": (_COUNTER, "", _counted(RecoveryLine), "recoveries"),
-    "repairs": (_COUNTER, "", _counted(RepairLine), "repairs in place"),
-    "repair_seconds": (
-        _COUNTER,
-        "",
-        _value("repair_s"),
-        "time from deaths until the broken iterations were finished",
-    ),
-    "lost_tokens": (
-        _GAUGE,
-        "",
-        _once_begun("lost_tokens"),
-        "tokens whose updates recoveries dropped, of the whole job",
-    ),
-    "unread_bytes": (
-        _GAUGE,
-        "",
-        lambda _: {},
-        "bytes of the event log that scrapes have still to read",
-    ),
+    "recoveries": (_COUNTER, "recoveries", ""),
+    "repairs": (_COUNTER, "repairs in place", ""),
+    "repair_seconds": (_COUNTER, "time from deaths until the broken iterations were finished", ""),
+    "lost_tokens": (_GAUGE, "tokens whose updates recoveries dropped, of the whole job", ""),
+    "unread_bytes": (_GAUGE, "bytes of the event log that scrapes have still to read", ""),
 }
+Values = Iterable[tuple[str, str, float | None]]  # name, label and value; None is left out
+
+
+def values_of(fold: RankFold) -> Values:
+    """Yield name, label and value of all that a rank has, None for what is not known."""
+    has_begun = fold.time_s > 0  # before the first event of a process these would fall to 0
+    yield "iteration", "", fold.iteration if has_begun else None
+    yield "incarnation", "", fold.incarnation if has_begun else None
+    yield "lost_tokens", "", fold.lost_tokens if has_begun else None
+    yield "last_event_timestamp_seconds", "", fold.time_s if has_begun else None
+    yield "loss", "", fold.loss
+    yield "iterations", "", fold.num_iterations
+    yield "tokens", "", fold.num_tokens
+    yield "iteration_seconds", "", fold.iteration_s
+    yield "stall_seconds", "", fold.total_stall_s
+    yield "idle_seconds", "", fold.total_idle_s
+    yield "own_seconds", str(fold.stage), fold.own_times.median_s
+    yield "read_back_iteration", "", fold.read_back
+    yield "skipped", "", fold.num(SkippedLine)
+    yield "recoveries", "", fold.num(RecoveryLine)
+    yield "repairs", "", fold.num(RepairLine)
+    yield "repair_seconds", "", fold.repair_s
+    for use, seconds in fold.spent.seconds.items():
+        yield "time_seconds", use, seconds
+    for tier, moves in fold.tiers.items():
+        yield "snapshot_iteration", tier, moves.iteration if moves.num else None
+        yield "snapshots", tier, moves.num
+        yield "snapshot_bytes", tier, moves.num_bytes
+        yield "snapshot_seconds", tier, moves.seconds
+    for part in BackgroundPart:  # also with 0: increase() misses the birth of a series
+        yield "degraded", part, fold.counts[DegradedLine, part]
+    for check in Check:
+        yield "corruptions", check, fold.counts[CorruptionLine, check]
 
 
 class _Collector:
@@ -189,16 +125,16 @@ class _Collector:
         kinds = {_GAUGE: GaugeMetricFamily, _COUNTER: CounterMetricFamily}
         families = {
             name: kinds[kind](f"moe_ft_{name}", text, labels=[*LABELS, *([label] if label else [])])
-            for name, (kind, label, _, text) in METRICS.items()
+            for name, (kind, text, label) in METRICS.items()
         }
         with self._lock:
             self._run.read(_MOST_BYTES)
             for each in self._run.ranks:
                 common = [*self._place, str(each.rank)]
-                for name, (_, label, values, _) in METRICS.items():
-                    for key, value in values(each).items():
-                        if value is not None:
-                            families[name].add_metric([*common, *([key] if label else [])], value)
+                for name, label, value in values_of(each):
+                    if value is not None:
+                        further = [label] if METRICS[name][2] else []
+                        families[name].add_metric([*common, *further], value)
                 families["unread_bytes"].add_metric(common, self._run.unread_bytes_of(each.rank))
         yield from families.values()
 

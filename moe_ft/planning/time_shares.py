@@ -14,8 +14,6 @@ from moe_ft.planning.costs import Costs, RecoveryKind, ettr
 class Spent(StrEnum):
     """Uses of the time of a job. Together they are all of it."""
 
-    __hash__ = str.__hash__  # that of an Enum is slow, and each iteration of a log asks for some
-
     PRODUCTIVE = "productive"
     BLOCKED = "blocked"
     REDONE = "redone"

@@ -12,7 +12,7 @@ import pretrain_gpt_moe
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
 from moe_ft.cli import main
 from moe_ft.loop.event_fold import FollowedRun
-from moe_ft.loop.metrics import METRICS
+from moe_ft.loop.metrics import values_of
 from tests.jobs import CheckpointJob
 from tests.unit.moe_ft.commands.test_report_trace import read_trace
 
@@ -56,11 +56,11 @@ def test_slow_rank_is_named_in_its_stage_and_nobody_in_the_other(
     assert spans["forward"] == spans["backward"] == spans["step"] == 4 * NUM_ITERATIONS
     run = FollowedRun(job.events_dir, range(4))
     run.read(1 << 24)
-    _, _, values, _ = METRICS["own_seconds"]
     own = {
         (each.rank, label): value or 0.0
         for each in run.ranks
-        for label, value in values(each).items()
+        for name, label, value in values_of(each)
+        if name == "own_seconds"
     }
     assert len(own) == 4
     peers = [value for (rank, at), value in own.items() if at == f"{stage}"]

@@ -16,7 +16,7 @@ from tests.unit.examples.model_files import ROOT
 DASHBOARD = json.loads((ROOT / "examples" / "grafana" / "moe_ft.json").read_text())
 SERIES = {
     f"moe_ft_{name}{'_total' if kind == 'counter' else ''}": label
-    for name, (kind, label, *_) in METRICS.items()
+    for name, (kind, _, label) in METRICS.items()
 }
 ALERTS = ROOT / "examples" / "prometheus" / "alerts.yml"
 _LABEL = r"{{(\w+)}}|\$labels\.(\w+)|(\w+)[!=]~?\"|(?:by|ignoring) \(([\w, ]+)\)"

@@ -105,24 +105,24 @@ def test_page_has_the_numbers_of_the_text(page: tuple[str, str]) -> None:
 
 
 def test_time_of_every_rank_is_divided_without_a_rest(run: ReportedRun) -> None:
-    for group in run.groups:
-        (rank,) = group.ranks
+    for row in run.rows:
+        (rank,) = row.ranks
         spent = run.folds[rank].spent.seconds
         times = [each for each in EVENTS[rank] if each["event"] == "iteration"]
         whole_s = times[-1]["time"] - times[0]["time"] + times[0]["iteration_s"]
         assert sum(spent.values()) == pytest.approx(whole_s)
         assert spent[Spent.RECOVERING] > 0.1
         for use in Spent:
-            cells = group.row.busy.get(use, new_cells())
+            cells = row.busy.get(use, new_cells())
             assert sum(cells) * run.frame.bucket_s == pytest.approx(spent[use])
     assert sum(summarize_run(run, REAL).time_shares[use] for use in Spent) == pytest.approx(1)
 
 
 def test_death_is_marked_on_its_rank_and_the_repair_on_all(run: ReportedRun) -> None:
     marks = {
-        rank: [(mark, text) for (_, mark), (_, text) in sorted(group.row.marks.items())]
-        for group in run.groups
-        for rank in group.ranks
+        rank: [(mark, text) for (_, mark), (_, text) in sorted(row.marks.items())]
+        for row in run.rows
+        for rank in row.ranks
     }
     died = ("rank 3 injected kill", "rank 3 died in iteration 9 and was replaced")
     faults = {rank: [each[1] for each in own if each[0] == "fault"] for rank, own in marks.items()}
@@ -130,7 +130,7 @@ def test_death_is_marked_on_its_rank_and_the_repair_on_all(run: ReportedRun) -> 
     for rank, own in marks.items():
         assert [each[0] for each in own][-2:] == [Mark.RECOVERY, Mark.REPAIR]
         assert f"rank {rank} is repaired after" in own[-1][1]
-    assert {group.name for group in run.groups} == {f"rank {rank} on vm" for rank in range(4)}
+    assert {row.name for row in run.rows} == {f"rank {rank} on vm" for rank in range(4)}
 
 
 def test_loads_are_those_of_all_ranks_and_marked_with_what_the_snapshots_hold(
@@ -210,13 +210,13 @@ def test_many_ranks_share_rows_by_node_or_in_order(tmp_path: Path) -> None:
         text = event_path(tmp_path, rank).read_text().splitlines()[1:]
         event_path(tmp_path, rank).write_text("\n".join(text))
     run = read_run(tmp_path, all_ranks=True)
-    assert [group.name for group in run.groups][::8] == ["node0 ranks 0-7", "node8 ranks 64-65"]
-    assert [len(group.row.ranks) for group in run.groups] == [8] * 8 + [2]
+    assert [row.name for row in run.rows][::8] == ["node0 ranks 0-7", "node8 ranks 64-65"]
+    assert [len(row.ranks) for row in run.rows] == [8] * 8 + [2]
     assert max(run.total.memory["resident"]) == 65
     for rank in range(66):
         path = event_path(tmp_path, rank)
         path.write_text(path.read_text().replace(f'"node{rank // 8}"', '"one"'))
-    names = [group.name for group in read_run(tmp_path, all_ranks=True).groups]
+    names = [row.name for row in read_run(tmp_path, all_ranks=True).rows]
     assert names[0] == "ranks 0-1" and len(names) == 33
 
 
@@ -277,7 +277,7 @@ def test_span_fills_the_buckets_that_it_covers_and_no_others() -> None:
 
 
 def test_sums_of_ranks_do_not_depend_on_their_order() -> None:
-    parts = [group.row for group in read_run(REAL, all_ranks=True).groups]
+    parts = [*read_run(REAL, all_ranks=True).rows]
     sums = TimelineRow(frame=parts[0].frame), TimelineRow(frame=parts[0].frame)
     for part, other in zip(parts, reversed(parts), strict=True):
         sums[0].add(part)

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from moe_ft.cli import main
-from moe_ft.commands import watch_view
+from moe_ft.commands import watch
 from moe_ft.events import EventLog, event_path
 from moe_ft.faults import Phase
 from tests.unit.moe_ft.commands.runs import write_run
@@ -33,7 +33,7 @@ RECOVERY: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a busy machine take its time between an event and the view."""
-    monkeypatch.setattr(watch_view, "_SLOW_S", 1e9)
+    monkeypatch.setattr(watch, "_SLOW_S", 1e9)
 
 
 def shown(directory: Path, capsys: pytest.CaptureFixture[str]) -> str:
@@ -113,7 +113,7 @@ def test_ranks_that_stopped_may_start_again_until_a_minute_has_passed(
     text = shown(tmp_path, capsys)
     assert "all ranks have stopped; a restart may follow" in text
     assert "gone, in backward" in text
-    monkeypatch.setattr(watch_view, "_RESTART_S", 0.0)
+    monkeypatch.setattr(watch, "_RESTART_S", 0.0)
     assert "the run has ended: killed; stopped: SIGTERM" in shown(tmp_path, capsys)
 
 
@@ -121,8 +121,8 @@ def test_silent_ranks_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rank(tmp_path, 0)
-    monkeypatch.setattr(watch_view, "_SILENT_S", 0.0)
-    monkeypatch.setattr(watch_view, "_SILENT_ITERATIONS", 0)
+    monkeypatch.setattr(watch, "_SILENT_S", 0.0)
+    monkeypatch.setattr(watch, "_SILENT_ITERATIONS", 0)
     text = shown(tmp_path, capsys)
     assert "no rank has written anything for 0 s" in text
     assert "silent for 0 s, in backward" in text
@@ -141,7 +141,7 @@ def test_of_many_ranks_those_with_trouble_are_shown(
 
 def test_log_that_grows_is_read_on_and_a_line_that_is_not_whole_waits(tmp_path: Path) -> None:
     write_run(tmp_path, 0, [5.0])
-    view = watch_view.Watch(tmp_path)
+    view = watch.Watch(tmp_path)
     view.look()
     path = event_path(tmp_path, 0)
     size = path.stat().st_size
@@ -161,7 +161,7 @@ def test_log_that_grows_is_read_on_and_a_line_that_is_not_whole_waits(tmp_path: 
 
 def test_rank_whose_file_appears_later_is_shown(tmp_path: Path) -> None:
     write_rank(tmp_path, 0)
-    view = watch_view.Watch(tmp_path)
+    view = watch.Watch(tmp_path)
     write_rank(tmp_path, 1)
     view.look()
     assert [each.rank for each in view._run.ranks] == [0, 1]
@@ -187,7 +187,7 @@ def test_interval_that_is_none_is_refused(
 
 def view_at(directory: Path, width: int) -> list[str]:
     """Return the lines of the view of a terminal."""
-    view, file = watch_view.Watch(directory), StringIO()
+    view, file = watch.Watch(directory), StringIO()
     console = Console(file=file, width=width, height=40, force_terminal=True, color_system=None)
     view.look()
     console.print(view.view(console, height=40))
@@ -222,7 +222,7 @@ def repaired(tmp_path: Path) -> Path:
 def test_table_is_readable_during_a_repair_at_any_width(
     width: int, columns: list[str], repaired: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch_view, "socket", FewLetters)
+    monkeypatch.setattr(watch, "socket", FewLetters)
     lines = view_at(repaired, width)
     assert max(map(len, lines)) <= width
     head = next(n for n, line in enumerate(lines) if line.startswith("rank"))
@@ -268,8 +268,8 @@ def test_silence_after_fast_iterations_is_told_before_ranks_are_called_silent(
 ) -> None:
     for rank in (0, 1):
         write_rank(tmp_path, rank)
-    monkeypatch.setattr(watch_view, "_SLOW_S", 0.0)
-    monkeypatch.setattr(watch_view, "_SLOW_ITERATIONS", 0)
+    monkeypatch.setattr(watch, "_SLOW_S", 0.0)
+    monkeypatch.setattr(watch, "_SLOW_ITERATIONS", 0)
     assert "nothing has come for 0 s; an iteration takes 0.500 s" in shown(tmp_path, capsys)
 
 

@@ -1,13 +1,11 @@
 """A run that is followed: sums of its events, and a growing log of which nothing is read twice or lost."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from moe_ft.event_lines import EndLine, OtherLine, SnapshotTier, decode
 from moe_ft.events import EventLog, EventTail, event_path
 from moe_ft.loop.event_fold import FollowedRun, RankFold
-from moe_ft.planning.time_shares import Spent
 from tests.unit.moe_ft.commands.runs import write_run
 
 MUCH = 1 << 20
@@ -122,63 +120,6 @@ def test_lost_tokens_are_those_of_the_state_that_was_recovered(tmp_path: Path) -
     assert fold_of(tmp_path).lost_tokens == 12
     log.write("recovery", 1, **common, lost_tokens=4, total_lost_tokens=4)
     assert fold_of(tmp_path).lost_tokens == 4
-
-
-def write_times(directory: Path) -> None:
-    """Write two starts: 2 iterations, of which the second runs again after a recovery."""
-    rest = {"rank": 0, "num_tokens": 1}
-    recovery = {
-        "target_iteration": 1,
-        "replayed_iterations": 1,
-        "sources": {},
-        "lost_tokens": 0,
-        "plt": 0,
-    }
-    lines = [
-        {"time": 100, "incarnation": 0, "event": "start", "iteration": 0},
-        {"time": 110, "incarnation": 0, "event": "iteration", "iteration": 1, "iteration_s": 5},
-        {
-            "time": 120,
-            "incarnation": 0,
-            "event": "iteration",
-            "iteration": 2,
-            "iteration_s": 9,
-            "stall_s": 2,
-        },
-        {"time": 130, "incarnation": 1, "event": "start", "iteration": 1},
-        {
-            "time": 150,
-            "incarnation": 1,
-            "event": "recovery",
-            "iteration": 1,
-            "phases_s": {"replay": 3},
-        }
-        | recovery,
-        {"time": 160, "incarnation": 1, "event": "iteration", "iteration": 2, "iteration_s": 4},
-        {"time": 165, "incarnation": 1, "event": "iteration", "iteration": 3, "iteration_s": 4},
-    ]
-    text = "".join(json.dumps({**rest, **line}) + "\n" for line in lines)
-    event_path(directory, 0).write_text(text)
-
-
-def test_time_is_divided_as_the_report_divides_it(tmp_path: Path) -> None:
-    write_times(tmp_path)
-    # 5, and 10 of which 2 are blocked; 40 until the repeated iteration, of which it takes 4 and its replay 3.
-    assert fold_of(tmp_path).spent.seconds == {
-        Spent.PRODUCTIVE: 5 + 8 + 5,
-        Spent.BLOCKED: 2,
-        Spent.REDONE: 4 + 3,
-        Spent.RECOVERING: 33,
-        Spent.WAITING: 0,
-    }
-
-
-def test_lines_that_are_no_events_are_counted(tmp_path: Path) -> None:
-    write_run(tmp_path, 0, [5.0])
-    with event_path(tmp_path, 0).open("ab") as file:
-        file.write(b'{"event": "iteration", "iteration": 2}\nnothing\n')
-    fold = fold_of(tmp_path)
-    assert (fold.num_not_read, fold.iteration) == (2, 1)
 
 
 def test_rank_that_has_no_file_yet_is_waited_for_and_a_folder_in_its_place_is_said(

@@ -257,6 +257,6 @@ def test_page_of_the_metrics_lists_what_is_served() -> None:
     page = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
     rows = [
         f"| `moe_ft_{name}{'_total' if kind == 'counter' else ''}` | {kind} | {label} | {text} |"
-        for name, (kind, label, _, text) in METRICS.items()
+        for name, (kind, text, label) in METRICS.items()
     ]
     assert re.findall(r"^\| `moe_ft_.*$", page, re.MULTILINE) == rows
