@@ -54,7 +54,8 @@ class EventLog:
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
-        self.directory, self.rank = directory, rank
+        self.directory = directory
+        self.rank = rank
         self.incarnation = 0
         self.spent: tuple[float, ...] = ()  # what `RankProgress` has of them
         self._events_fd: int | None = None
@@ -220,8 +221,11 @@ class EventTail:
     """
 
     def __init__(self, path: Path, *, is_from_end: bool = False) -> None:
-        self._path, self._rest = path, b""
-        self._position, self._inode, self.unread_bytes = 0, 0, 0
+        self._path = path
+        self._rest = b""  # of a line that is not whole yet
+        self._position = 0
+        self._inode = 0
+        self.unread_bytes = 0
         if is_from_end:
             with suppress(OSError):
                 status = path.stat()

@@ -45,7 +45,8 @@ class TraceSink(Sink):
 
     def __init__(self, rank: int, first_s: float) -> None:
         """Begin; times count from `first_s`."""
-        self._rank, self._first_s = rank, first_s
+        self._rank = rank
+        self._first_s = first_s
         self._node = _ANY
         self._free = 0  # microseconds: the rank's own thread has nothing from then on
         # By node and lane: whole spans, each followed by its parts.

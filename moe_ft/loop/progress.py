@@ -49,8 +49,10 @@ class ProgressListener(LoopListener):
         loop: LoopState,
         event_log: EventLog,
     ) -> None:
-        self._config, self._training = config, training
-        self._loop, self._log = loop, event_log
+        self._config = config
+        self._training = training
+        self._loop = loop
+        self._log = event_log
         self._has_log = config.observability.event_log is not None
         self._spent = TimeSpent()
         self._is_on_gpu = False
@@ -224,8 +226,10 @@ class Digests(LoopListener):
         loop: LoopState,
         event_log: EventLog,
     ) -> None:
-        self._config, self._training = config, training
-        self._loop, self._log = loop, event_log
+        self._config = config
+        self._training = training
+        self._loop = loop
+        self._log = event_log
         self._built: Built | None = None
 
     def after_setup(self, built: Built) -> None:

@@ -19,7 +19,7 @@ TESTED_ELSEWHERE = {
     **dict.fromkeys(
         [
             f"moe_ft/commands/{name}.py"
-            for name in ("convert", "doctor", "examples", "parsers", "removal", "watch")
+            for name in ("convert", "doctor", "examples", "parsers", "removal")
         ],
         "commands: tests call moe_ft.cli",
     ),

@@ -94,6 +94,21 @@ def test_recovery_repair_and_troubles_are_shown(
     assert "starting: 1 of 2 ranks have begun start 1; nothing yet from the others" in text
 
 
+def test_who_failed_first_and_who_hung_in_the_last_start_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = write_rank(tmp_path, 0)
+    log.write("verdict", 2, words="rank 1 ran out of memory")
+    log.write("hang", 2, section="evaluation", silent_s=61.0, limit_s=60.0)
+    text = shown(tmp_path, capsys)
+    assert "verdict: rank 1 ran out of memory" in text
+    assert "rank 0 hung in its evaluation: 61 s without progress, limit 60 s" in text
+    log.incarnation = 1
+    log.write("start", 2)
+    text = shown(tmp_path, capsys)
+    assert "verdict:" not in text and "hung in" not in text
+
+
 def test_run_that_has_ended_is_said_to_have_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

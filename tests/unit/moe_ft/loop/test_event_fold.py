@@ -1,5 +1,6 @@
 """A run that is followed: sums of its events, and a growing log of which nothing is read twice or lost."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,23 @@ def test_lost_tokens_are_those_of_the_state_that_was_recovered(tmp_path: Path) -
     assert fold_of(tmp_path).lost_tokens == 12
     log.write("recovery", 1, **common, lost_tokens=4, total_lost_tokens=4)
     assert fold_of(tmp_path).lost_tokens == 4
+
+
+def test_fold_of_a_long_log_is_no_larger_than_that_of_a_short_one(tmp_path: Path) -> None:
+    sizes = []
+    for rank, num in enumerate((100, 1000)):
+        log = EventLog(tmp_path, rank)
+        log.start()
+        recovery = {"target_iteration": 1, "replayed_iterations": 0, "lost_tokens": 0, "plt": 0.0}
+        for at in range(1, num + 1):
+            times = {"iteration_s": 1.0, "idle_s": 0.25, "exchange_s": 0.125}
+            log.write("iteration", 1000 + at, time_s=1.5, num_tokens=1, loss=2.0, **times)
+            log.write("snapshot", 1000, time_s=1.5, bytes=1, seconds=0.5)
+            log.write("degraded", 1000, time_s=1.5, part="replicate", reason="no route")
+            log.write("recovery", 1000, time_s=1.5, sources={}, read_bytes={"n": 1}, **recovery)
+        log.close()
+        sizes.append(len(repr(replace(fold_of(tmp_path, rank), rank=0))))
+    assert sizes[1] < sizes[0] + 100, "numbers may have more digits"
 
 
 def test_rank_that_has_no_file_yet_is_waited_for_and_a_folder_in_its_place_is_said(
