@@ -261,17 +261,17 @@ def replay_one_iteration_too_few() -> None:
 @breakage("played")
 def read_own_samples_in_a_played_role() -> None:
     """Read the samples of the rank's own role for those of others that it plays."""
-    from megatron.fault_tolerance.degraded.roles import Place
+    from megatron.fault_tolerance.degraded.roles import RolePlace
 
-    reader_of = Place.reader_of
+    reader_of = RolePlace.reader_of
 
-    def changed(place: Place, pipeline: int) -> int:
+    def changed(place: RolePlace, pipeline: int) -> int:
         own, _ = place.role
         if pipeline != own:
             mark()
         return reader_of(place, own)
 
-    _set_method(Place, "reader_of", changed)
+    _set_method(RolePlace, "reader_of", changed)
 
 
 @breakage("slots")

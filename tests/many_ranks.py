@@ -24,12 +24,12 @@ import psutil
 from moe_ft.cluster import job_store, store_server
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.coordinator import Coordinator
-from moe_ft.cluster.member import Member, Position
+from moe_ft.cluster.member import LoopPosition, Member
 from moe_ft.cluster.membership import Policy, Shape
 from moe_ft.cluster.roster import PERIOD_S, NodeSeat, Order
-from moe_ft.cluster.rounds import Rounds
+from moe_ft.cluster.rounds import Mark, Rounds
 from moe_ft.cluster.signed_store import SignedStore, poll_s
-from moe_ft.cluster.store_wire import Reply, Request
+from moe_ft.cluster.store_wire import StoreReply, StoreRequest
 from moe_ft.processes import raise_descriptors
 
 RANKS_PER_NODE, NUM_PROCESSES = 8, 8
@@ -74,7 +74,7 @@ def _count(counts: Any) -> None:
     answer, reply = store_server.StoreServer.answer, store_server._Client.reply
     coordinator: list[Any] = []
 
-    def counting(self: Any, client: Any, request: Request) -> None:
+    def counting(self: Any, client: Any, request: StoreRequest) -> None:
         if not coordinator:
             coordinator.append(client)
         client.counted = None
@@ -82,7 +82,7 @@ def _count(counts: Any) -> None:
             client.counted = request
         answer(self, client, request)
 
-    def replying(client: Any, given: Reply) -> None:
+    def replying(client: Any, given: StoreReply) -> None:
         request = client.counted
         if request is not None:
             values = [each for each in (given.value, *given.values) if each and each != b"-"]
@@ -142,7 +142,7 @@ class _Rank:
                 if self._is_gone:
                     return
                 if self._shared.loses.is_set() and member.rank // RANKS_PER_NODE == LOST_NODE + 1:
-                    rounds.suspect(1)  # it has lost a connection
+                    rounds.note(Mark.SUSPECTED, 1)  # it has lost a connection
             assert rounds.is_declared(1)
         member.meet()
         member.wait_until_ready()
@@ -152,9 +152,9 @@ class _Rank:
         _add_one(self._shared.num_repaired)
 
 
-def _position(*, reads: bool) -> Position:
+def _position(*, reads: bool) -> LoopPosition:
     """Return where training is; ranks that read data know a little more."""
-    return Position(
+    return LoopPosition(
         iteration=7,
         counters={"consumed_train_samples": 1024, "do_train": reads},
         num_groups=90,

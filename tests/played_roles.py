@@ -13,7 +13,7 @@ from megatron.training import get_args, training
 
 import pretrain_gpt_moe
 from megatron.fault_tolerance.degraded.degradation import Degradation
-from megatron.fault_tolerance.degraded.roles import CellBatches, Place
+from megatron.fault_tolerance.degraded.roles import CellBatches, RolePlace
 from megatron.fault_tolerance.repair.catch_up import Step
 from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.data_sets import DataSets
@@ -140,7 +140,7 @@ class ReadSamples:
             return original(self, *args)
 
         def read(
-            original: Callable[..., Any], batches: CellBatches, place: Place, cell: Cell
+            original: Callable[..., Any], batches: CellBatches, place: RolePlace, cell: Cell
         ) -> Any:
             self._reader = place.reader_of(cell.pipeline)
             return original(batches, place, cell)

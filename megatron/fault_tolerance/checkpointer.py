@@ -36,7 +36,7 @@ __all__ = ["Checkpointer", "Position", "RunFacts"]
 Replay = Callable[[Position, int], None]
 
 
-class _Stage(Enum):
+class _CallStage(Enum):
     """Place of the loop among its calls."""
 
     NEW = "recover() has not been called"
@@ -48,12 +48,12 @@ class _Stage(Enum):
 
 
 # Every call, with the stages in which it is allowed.
-_ALLOWED: Mapping[str, tuple[_Stage, ...]] = {
-    "recover": (_Stage.NEW,),
-    "restore_random_numbers": (_Stage.TRAINING,),
-    "before_step": (_Stage.TRAINING,),
-    "end_iteration": (_Stage.TRAINING, _Stage.STEPPING),
-    "finish": (_Stage.TRAINING,),
+_ALLOWED: Mapping[str, tuple[_CallStage, ...]] = {
+    "recover": (_CallStage.NEW,),
+    "restore_random_numbers": (_CallStage.TRAINING,),
+    "before_step": (_CallStage.TRAINING,),
+    "end_iteration": (_CallStage.TRAINING, _CallStage.STEPPING),
+    "finish": (_CallStage.TRAINING,),
 }
 _ORDER = "recover, then for each iteration before_step and end_iteration, then finish and close"
 
@@ -116,7 +116,7 @@ class Checkpointer:
         self._loop = self._listeners.loop
         self._seams = IterationSeams(self._listeners, self._note_step)
         self._train_iterations = run.train_iterations
-        self._stage, self._has_stepped = _Stage.NEW, False
+        self._stage, self._has_stepped = _CallStage.NEW, False
         self._opened = ExitStack()
 
     def recover(self, replay: Replay | None = None) -> Position:
@@ -146,7 +146,7 @@ class Checkpointer:
                 f"of an iteration, or use {others}."
             )
         listeners, (model, optimizer, _) = self._listeners, self._built
-        self._stage = _Stage.RECOVERING
+        self._stage = _CallStage.RECOVERING
         self._opened.enter_context(listeners)
         layers = self._opened.enter_context(Layers())
         listeners.before_setup()
@@ -188,7 +188,7 @@ class Checkpointer:
         of an iteration leaves this out too.
         """
         self._check_turn("before_step")
-        self._stage = _Stage.STEPPING
+        self._stage = _CallStage.STEPPING
         self._listeners.before_step()
 
     def end_iteration(
@@ -257,7 +257,7 @@ class Checkpointer:
             that the launcher starts it again, and it recovers from memory.
         """
         self._check_turn("finish")
-        self._stage = _Stage.FINISHED
+        self._stage = _CallStage.FINISHED
         self._loop.is_in_iteration = False
         self._listeners.end_training()
         is_complete = self._loop.iteration >= self._train_iterations
@@ -269,7 +269,7 @@ class Checkpointer:
 
         Without `finish` before it, what is in memory stays there for the next start.
         """
-        self._stage = _Stage.CLOSED
+        self._stage = _CallStage.CLOSED
         self._opened.close()
 
     def __enter__(self) -> Self:
@@ -282,7 +282,7 @@ class Checkpointer:
         trace: TracebackType | None,
     ) -> None:
         """Report an exception that ends training, and close; the process ends some seconds later."""
-        if isinstance(error, Exception) and self._stage not in (_Stage.NEW, _Stage.CLOSED):
+        if isinstance(error, Exception) and self._stage not in (_CallStage.NEW, _CallStage.CLOSED):
             self._listeners.failed(error)
         self.close()
 
@@ -293,13 +293,13 @@ class Checkpointer:
             )
 
     def _begin_iteration(self) -> None:
-        self._stage, self._has_stepped = _Stage.TRAINING, False
+        self._stage, self._has_stepped = _CallStage.TRAINING, False
         self._listeners.begin_iteration(self._loop.iteration)
         self._listeners.begin_attempt()
 
     def _note_step(self) -> None:
         """Refuse a step that nothing has prepared, or that a replay would not do."""
-        if self._stage is not _Stage.STEPPING or self._has_stepped:
+        if self._stage is not _CallStage.STEPPING or self._has_stepped:
             reason = "it has stepped in this iteration" if self._has_stepped else self._stage.value
             raise CallOrderError(
                 f"optimizer.step() was called, and {reason}. Call before_step() once before every "
@@ -308,7 +308,7 @@ class Checkpointer:
         self._has_stepped = True
 
     def _begin_forward(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._stage is _Stage.TRAINING and torch.is_grad_enabled():
+        if self._stage is _CallStage.TRAINING and torch.is_grad_enabled():
             self._seams.begin_forward()
 
     def _watch_output(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:

@@ -20,7 +20,7 @@ _IN_VAIN = {
 }
 
 
-class Answer(NamedTuple):
+class LossAnswer(NamedTuple):
     """Answer to lost slots.
 
     Attributes:
@@ -38,23 +38,23 @@ class Answer(NamedTuple):
 
 def answer(
     job: Job, lost: Collection[Node], slots: frozenset[int], *, can_wait: bool = True
-) -> Answer:
+) -> LossAnswer:
     """Return the answer to lost slots, in a job without the nodes that had them."""
     why, few, kind = why_not_in_place(job, lost, slots), len(slots) - job.num_free, ""
     if not why and few <= 0:
-        return Answer("repair")
+        return LossAnswer("repair")
     if not why:
         kind = job.policy.without_spare
         can_crowd = kind == "crowd" and not job.reports.full
         if can_crowd and (hosts := _hosts_of(job, sorted(slots)[-few:])):
-            return Answer("repair", hosts=hosts)
+            return LossAnswer("repair", hosts=hosts)
         if kind == "reroute" and (played := _played_of(job, slots)):
-            return Answer("repair", played=played)
+            return LossAnswer("repair", played=played)
         why = f"no spare is left ({FLAG} {kind}){_IN_VAIN.get(kind, '')}{_too_small(job)}"
         why += "; start more of them"
     if can_restart(job) or can_shrink(job):
-        return Answer("start", why)
-    return Answer("repair" if kind == "wait" and can_wait else "over", why)
+        return LossAnswer("start", why)
+    return LossAnswer("repair" if kind == "wait" and can_wait else "over", why)
 
 
 def why_not_in_place(job: Job, lost: Iterable[Node], slots: Iterable[int]) -> str:

@@ -18,7 +18,7 @@ from moe_ft.cluster.membership import (
     Command,
     Declare,
     Declared,
-    End,
+    EndSlot,
     Event,
     Failed,
     HearAll,
@@ -26,23 +26,23 @@ from moe_ft.cluster.membership import (
     Over,
     Passed,
     Policy,
+    RankReports,
     Registered,
-    Reports,
     Save,
     Say,
     Seat,
     Shape,
     StoreTold,
     Strike,
-    Told,
+    ToldToEnd,
     Wait,
     Wake,
     WithoutSpare,
 )
 from moe_ft.cluster.options import KeepOptions
 from moe_ft.cluster.reported import Reported
-from moe_ft.cluster.roster import OVER, SAVE, Order, Roster, of_node
-from moe_ft.cluster.rounds import Rounds
+from moe_ft.cluster.roster import OVER, SAVE, NodeRoster, Order, of_node
+from moe_ft.cluster.rounds import Mark, Rounds
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.lost_nodes import ELASTIC, answer_of
 from moe_ft.errors import ConfigError
@@ -78,7 +78,7 @@ class Coordinator:
         self._store = open_start(0)
         self._rounds = Rounds(self._store, 0, len(self.job.ranks_of(range(size))))
         self._reported = Reported(self._store)
-        self._roster = Roster(self._store, lost_after_s, kernel_silence_s)
+        self._roster = NodeRoster(self._store, lost_after_s, kernel_silence_s)
         self._written = ""  # to the file
         self._due_s: dict[str, float] = {}  # by the name of a `Wake`
         self._died_s: dict[int, float] = {}  # of the ranks that a round leaves out
@@ -122,7 +122,7 @@ class Coordinator:
             yield Changed(changed)
         yield from silences
         if told := self._roster.told():
-            yield Told(told)
+            yield ToldToEnd(told)
         if self._is_told:
             yield StoreTold()
         for what in due:
@@ -132,7 +132,7 @@ class Coordinator:
         if self._roster.has_heard_all():
             yield Passed("heard")
 
-    def _reports(self, may_lose: bool) -> Reports:
+    def _reports(self, may_lose: bool) -> RankReports:
         """Read what ranks have reported; who knows where training is only if a node may be lost now."""
         known, rounds = self.job.reports, self._rounds
         newest = rounds.newest(known.newest)
@@ -142,20 +142,22 @@ class Coordinator:
         if newest > finished:
             knowing = known.knowing if newest == known.newest else None
             knowing = frozenset(rounds.survivors(newest)) if may_lose else knowing
-        trained = known.trained or rounds.has_trained()
+        trained = known.trained or rounds.has(Mark.FINISHED)
         is_building = bool(self.job.returned)
-        return Reports(
+        return RankReports(
             newest=newest,
             finished=finished,
             trained=trained,
-            ended=known.ended or rounds.have_ended(),
+            ended=known.ended or rounds.has(Mark.ENDED),
             waiting=rounds.waiting(known.waiting),
             knowing=knowing,
-            met=is_building and newest > finished and rounds.have_met(newest),
+            met=is_building and newest > finished and rounds.has(Mark.ALL_MEMBERS, newest),
             ready=rounds.ready(finished + 1, newest) if is_building else frozenset(),
             stages=rounds.stages() if trained and not known.trained else known.stages,
-            full=rounds.is_full() if trained and not known.trained else known.full,
-            in_place=rounds.are_in_place() if trained and not known.trained else known.in_place,
+            full=rounds.has(Mark.FULL) if trained and not known.trained else known.full,
+            in_place=not rounds.has(Mark.NOT_IN_PLACE)
+            if trained and not known.trained
+            else known.in_place,
         )
 
     def _feed(self, event: Event) -> None:
@@ -169,14 +171,14 @@ class Coordinator:
                 died_s = self._died_s.get(round, 0.0)
                 ranks = self.job.ranks_of([slot])
                 self._order(node, Order(ranks=ranks, round=round, died_s=died_s, lost_node=lost))
-            case End(node, slot):
+            case EndSlot(node, slot):
                 # Before the round begins: whoever leaves because of it has been told to end.
                 round = self.job.reports.newest
                 self._order(node, Order(ends=self.job.ranks_of([slot]), round=round))
             case Wake(what, after_s):
                 self._due_s[what] = time.monotonic() + after_s
             case Wait(round, is_over):
-                (self._rounds.note_spare if is_over else self._rounds.wait_for_spare)(round)
+                self._rounds.note(Mark.WAITS_NO_MORE if is_over else Mark.WAITS, round)
             case Say(line, is_warning):
                 (warn if is_warning else say)(line)
             case HearAll():

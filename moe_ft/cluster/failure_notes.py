@@ -14,7 +14,7 @@ from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.verdicts import LIKELY_AGAIN, Failure
 
 
-class Answer(Enum):
+class Consequence(Enum):
     """Consequence of a failure of a rank that can be replaced."""
 
     REPLACE = auto()  # the rank is replaced, and its iteration runs again
@@ -28,7 +28,7 @@ class FailureNotes:
     def __init__(self, store: SignedStore) -> None:
         self._store = store
 
-    def answer(self, failure: Failure, may_leave_out: Callable[[], bool]) -> Answer:
+    def answer(self, failure: Failure, may_leave_out: Callable[[], bool]) -> Consequence:
         """Note a failure unless all end, and return what follows it.
 
         Args:
@@ -37,12 +37,12 @@ class FailureNotes:
         notes = [Failure.of(each) for each in self._store.values("replaced_for")]
         num_before = sum(map(failure.is_same, notes))
         if num_before and not (num_before == 1 and self._is_of_batch(failure, may_leave_out)):
-            return Answer.END
+            return Consequence.END
         self._store.add("replaced_for", asdict(failure))
         if not num_before:
-            return Answer.REPLACE
+            return Consequence.REPLACE
         self._store.add("left_out", asdict(failure))
-        return Answer.LEAVE_OUT
+        return Consequence.LEAVE_OUT
 
     def _is_of_batch(self, failure: Failure, may_leave_out: Callable[[], bool]) -> bool:
         is_known = failure.iteration in left_out_by(self.left_out())

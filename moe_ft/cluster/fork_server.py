@@ -104,7 +104,7 @@ def import_modules(target: Target) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Rank:
+class _ForkedRank:
     """A rank that runs."""
 
     pid: int
@@ -136,7 +136,7 @@ class ForkServer:
         self._blamed = blamed or "an imported module"
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ, self._serve)
-        self._ranks: set[_Rank] = set()
+        self._ranks: set[_ForkedRank] = set()
         self._has_agent = True
         self._role: Role | None = None  # of a forked process
 
@@ -224,7 +224,7 @@ class ForkServer:
             os.waitpid(pid, 0)
             raise
         pulse = None if member is None else Pulse(member.link)
-        rank = _Rank(pid, end, request, member, pulse)
+        rank = _ForkedRank(pid, end, request, member, pulse)
         self._ranks.add(rank)
         self._selector.register(rank.end, selectors.EVENT_READ, lambda: self._reap(rank))
 
@@ -235,7 +235,7 @@ class ForkServer:
         self._selector.close()
         self._connection.close()
 
-    def _reap(self, rank: _Rank) -> None:
+    def _reap(self, rank: _ForkedRank) -> None:
         """Replace a rank that has died, or tell the agent how it has ended."""
         died_s, dead = time.time(), rank.member
         can_replace = dead is not None and dead.link.is_armed
@@ -264,7 +264,7 @@ def _end_of(status: int) -> str:
     return f"exit code {os.waitstatus_to_exitcode(status)}"
 
 
-def _send_signal(rank: _Rank, number: int) -> None:
+def _send_signal(rank: _ForkedRank, number: int) -> None:
     """Send a signal to a rank and what it has started."""
     try:
         os.killpg(rank.pid, number)

@@ -41,7 +41,7 @@ Role = Callable[[], None]
 
 
 @dataclass(eq=False, slots=True)
-class _Rank:
+class _RunningRank:
     """A rank of this node; its exit code, as a shell has it, is None while it runs."""
 
     rank: int
@@ -64,7 +64,7 @@ class Forks:
             serve: is the fork server, in its process.
         """
         self._serve = serve
-        self._ranks: list[_Rank] = []
+        self._ranks: list[_RunningRank] = []
         self._connection: socket.socket | None = None
         self.pid = self._num_requests = self._num_in_vain = 0
         self.has_imported = False
@@ -99,7 +99,7 @@ class Forks:
     def run(self, assignment: Assignment, environment: dict[str, str]) -> None:
         """Have a rank forked; one that cannot be has ended with code 1."""
         self._num_requests += 1
-        self._ranks.append(rank := _Rank(assignment.rank, self._num_requests))
+        self._ranks.append(rank := _RunningRank(assignment.rank, self._num_requests))
         request = Fork(number=rank.number, assignment=assignment, environment=environment)
         if not self._send(request):
             rank.code = 1

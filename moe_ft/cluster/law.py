@@ -25,25 +25,25 @@ from moe_ft.cluster.membership import (
     Command,
     Declare,
     Declared,
-    End,
+    EndSlot,
     Event,
     Failed,
     HearAll,
     Job,
     Lost,
     Node,
-    Opened,
+    OpenSlot,
     Over,
     Passed,
     Quiet,
+    RankReports,
     Registered,
-    Reports,
     Save,
     Say,
     Seat,
     StoreTold,
     Strike,
-    Told,
+    ToldToEnd,
     Wait,
     Wake,
 )
@@ -76,7 +76,7 @@ def step(job: Job, event: Event) -> Done:
 def _take_in(job: Job, event: Event) -> Done:
     """Note what an event says, and decide what it alone decides."""
     match event:
-        case Reports():
+        case RankReports():
             return _note_reports(job, event), []
         case Registered(nodes):
             return _meet(job, nodes)
@@ -87,7 +87,7 @@ def _take_in(job: Job, event: Event) -> Done:
             return _lose(job, *(event if isinstance(event, Lost) else _missed(job, event)))
         case Failed(failures):
             return _judge(job, failures)
-        case Told(ids):
+        case ToldToEnd(ids):
             return _gather_told(job, ids)
         case StoreTold():
             return _end_all(job, "the node of the job's store is told to end")
@@ -107,7 +107,7 @@ def _missed(job: Job, event: Quiet) -> tuple[list[str], str]:
     return ring.missed(job.nodes, event, job.policy.store)
 
 
-def _note_reports(job: Job, reports: Reports) -> Job:
+def _note_reports(job: Job, reports: RankReports) -> Job:
     returned = {s: n for s, n in job.returned.items() if not 0 < n <= reports.finished}
     # A finished repair has dealt with them: they do not end the start.
     failures = () if reports.finished > job.reports.finished else job.failures
@@ -145,7 +145,7 @@ def _meet(job: Job, nodes: Iterable[Node]) -> Done:
     return job, commands
 
 
-def _seat(job: Job, id: str, slot: int, opened: Opened | None = None) -> tuple[Job, Seat]:
+def _seat(job: Job, id: str, slot: int, opened: OpenSlot | None = None) -> tuple[Job, Seat]:
     names = job.names
     if id not in job.seats.values():
         names = {**names, slot: job.nodes[id].name}
@@ -202,7 +202,8 @@ def _lose(job: Job, ids: Collection[str], why: str, code: int = 1) -> Done:
     if answer.how == "start":
         return _begin(job, answer.why, commands)
     opened = {
-        slot: Opened(0, names[slot], answer.hosts.get(slot, "")) for slot in needed - answer.played
+        slot: OpenSlot(0, names[slot], answer.hosts.get(slot, ""))
+        for slot in needed - answer.played
     }
     job = replace(
         job, opened={**job.opened, **opened}, played=job.played | answer.played, is_declaring=True
@@ -292,7 +293,7 @@ def _return_played(job: Job) -> Done:
     slots = sorted(job.played)[: max(0, job.num_free)]
     if not slots or job.is_early or job.is_ending or not job.is_finished:
         return job, []
-    absent, opened = job.played.difference(slots), {s: Opened(0, job.names[s]) for s in slots}
+    absent, opened = job.played.difference(slots), {s: OpenSlot(0, job.names[s]) for s in slots}
     job = replace(
         job,
         played=absent,
@@ -320,9 +321,9 @@ def _uncrowd(job: Job) -> Done:
     if answers.why_not_in_place(job, (), [slot]):
         return job, []
     seats = {each: id for each, id in job.seats.items() if each != slot}
-    opened = {slot: Opened(0, job.nodes[host].name, spare)}
+    opened = {slot: OpenSlot(0, job.nodes[host].name, spare)}
     job = replace(job, seats=seats, opened=opened, is_declaring=True)
-    return job, [End(host, slot), Declare((slot,), is_loss=False)]
+    return job, [EndSlot(host, slot), Declare((slot,), is_loss=False)]
 
 
 def _fill(job: Job) -> Done:

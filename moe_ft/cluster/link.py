@@ -24,7 +24,7 @@ _LONGEST_PERIOD_S = 1.0
 _LOOKS_PER_LIMIT = 10
 
 
-class Link:
+class RankLink:
     """A rank that is to be replaced if it dies while it is armed.
 
     The fork server makes the link and forks the rank, which then has it too. Either may change it, in any
@@ -101,7 +101,7 @@ def period_s(limit_s: float) -> float:
 class Heart:
     """The thread of a rank that beats. Started and closed by the training thread."""
 
-    def __init__(self, link: Link, limit_s: float) -> None:
+    def __init__(self, link: RankLink, limit_s: float) -> None:
         """Beat not yet.
 
         Args:
@@ -137,7 +137,7 @@ class Heart:
 class Pulse:
     """The fork server's view of one rank's beats."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RankLink) -> None:
         self._link = link
         self._beats, self._looked_s = link.beats, time.monotonic()
         self._silent_s = 0.0

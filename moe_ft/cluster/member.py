@@ -17,10 +17,10 @@ import msgspec
 
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.failure_notes import FailureNotes, left_out_by
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.link import RankLink
 from moe_ft.cluster.membership import Stages
 from moe_ft.cluster.reported import report_failure
-from moe_ft.cluster.rounds import Entry, Rounds
+from moe_ft.cluster.rounds import Entry, Mark, Rounds
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.launches import Launch, launch_of
@@ -49,7 +49,7 @@ class Done(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Position:
+class LoopPosition:
     """Counters of the loop as its next, or broken, iteration begins.
 
     Attributes:
@@ -89,12 +89,12 @@ class Round:
 
     number: int
     entries: Sequence[Entry]
-    positions: Sequence[Position]
+    positions: Sequence[LoopPosition]
     absent: frozenset[int] = frozenset()
     lost_s: float = 0.0
 
     @property
-    def survivors_position(self) -> Position:
+    def survivors_position(self) -> LoopPosition:
         """Position of the survivors' loop; where they differ, the latest iteration, and the least of it."""
         return max(self.positions, key=lambda each: (each.iteration, -each.done))
 
@@ -136,7 +136,7 @@ def round_of(
     Raises:
         RepairError: if there are no survivors, or only some were in an evaluation.
     """
-    positions = [Position(**each.facts) for each in entries if each.facts]
+    positions = [LoopPosition(**each.facts) for each in entries if each.facts]
     if not positions:
         raise RepairError("all ranks have died: nothing is left to repair")
     done = {each.done for each in positions}
@@ -166,11 +166,11 @@ class Member:
 
     def __init__(self, assignment: Assignment) -> None:
         """Be in the start, without a connection."""
-        self.assignment, self.link = assignment, Link()
+        self.assignment, self.link = assignment, RankLink()
         self.round = 0
         is_alone = assignment.is_replacement
         self.standing = Standing.JOINING if is_alone else Standing.SURVIVOR
-        self.position: Position | None = None
+        self.position: LoopPosition | None = None
         self._met: Round | None = None  # the last round in which all have met
         self.left_out: dict[int, Failure] = {}
 
@@ -270,7 +270,7 @@ class Member:
         latest = self._met.survivors_position
         return latest.iteration > self.position.iteration or latest.done >= Done.LOG
 
-    def wait_for_survivors(self) -> Position:
+    def wait_for_survivors(self) -> LoopPosition:
         """Return where the survivors are, in the round that this replacement has joined or in a later one.
 
         Raises:
@@ -345,11 +345,11 @@ class Member:
     def end(self) -> None:
         """Note that the job has ended as planned: what it leaves is not for another start."""
         with suppress(RuntimeError):  # the node of the store may have ended already
-            self.rounds.note_end()
+            self.rounds.note(Mark.ENDED)
 
     def finish(self) -> None:
         """Note that the broken iteration is finished: from now on this rank is like any other."""
-        self.rounds.finish(self.round)
+        self.rounds.note(Mark.FINISHED, self.round)
         self.standing = Standing.SURVIVOR
 
 

@@ -67,7 +67,7 @@ class Node:
     missed: tuple[str, ...] = ()
 
 
-class Opened(NamedTuple):
+class OpenSlot(NamedTuple):
     """A slot without a node.
 
     Attributes:
@@ -85,7 +85,7 @@ class Opened(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reports:
+class RankReports:
     """Facts that the ranks of this start have reported so far.
 
     Attributes:
@@ -152,7 +152,7 @@ class Failed(NamedTuple):
     failures: tuple[Failure, ...]
 
 
-class Told(NamedTuple):
+class ToldToEnd(NamedTuple):
     """Nodes are told to end."""
 
     ids: tuple[str, ...]
@@ -175,7 +175,16 @@ class Passed(NamedTuple):
 
 
 Event = (
-    Reports | Registered | Changed | Lost | Quiet | Failed | Told | StoreTold | Declared | Passed
+    RankReports
+    | Registered
+    | Changed
+    | Lost
+    | Quiet
+    | Failed
+    | ToldToEnd
+    | StoreTold
+    | Declared
+    | Passed
 )
 
 
@@ -196,7 +205,7 @@ class Seat(NamedTuple):
     lost: str = ""
 
 
-class End(NamedTuple):
+class EndSlot(NamedTuple):
     """Have a node end the ranks of a slot, and no others."""
 
     node: str
@@ -269,7 +278,7 @@ class Over(NamedTuple):
     why: str
 
 
-Command = Seat | End | Strike | Declare | Begin | Save | Wait | Wake | HearAll | Say | Over
+Command = Seat | EndSlot | Strike | Declare | Begin | Save | Wait | Wake | HearAll | Say | Over
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,12 +312,12 @@ class Job:
     nodes: Mapping[str, Node] = field(default_factory=dict)
     seats: Mapping[int, str] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
-    opened: Mapping[int, Opened] = field(default_factory=dict)
+    opened: Mapping[int, OpenSlot] = field(default_factory=dict)
     played: frozenset[int] = frozenset()
     left: Mapping[int, int] = field(default_factory=dict)
     returned: Mapping[int, int] = field(default_factory=dict)
     late: frozenset[int] = frozenset()
-    reports: Reports = Reports()
+    reports: RankReports = RankReports()
     start: int = 0
     size: int
     vain: int = 0

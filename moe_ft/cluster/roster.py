@@ -1,6 +1,6 @@
 """Values of the store between the nodes of a job and their coordinator (coordinator.py).
 
-`NodeSeat` is the node's side, `Roster` that of the coordinator.
+`NodeSeat` is the node's side, `NodeRoster` that of the coordinator.
 """
 
 import secrets
@@ -136,7 +136,7 @@ class _Heard:
     silent_s: float = 0.0
 
 
-class Roster:
+class NodeRoster:
     """Nodes that are there, as the coordinator hears them.
 
     Attributes:

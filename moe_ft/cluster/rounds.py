@@ -19,6 +19,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from moe_ft.cluster.answers import MOST_UNFINISHED
@@ -54,28 +55,45 @@ class Entry:
     left_out: list[dict[str, Any]] = field(default_factory=list)
 
 
+class Mark(StrEnum):
+    """Facts that are noted of a round once and for all: in round 0 of the start, by rank 0 before it trains."""
+
+    FINISHED = "finished"  # an iteration was finished in it
+    ALL_MEMBERS = "all_members"  # all of its ranks know its members
+    SUSPECTED = "suspected"  # a connection of the round before has ended: a node may be lost
+    TIMED_OUT = (
+        "timed_out"  # a rank has timed out waiting for another, in groups of the round before
+    )
+    WAITS = "waits"  # no node is there to replace the one that it has lost
+    WAITS_NO_MORE = "waits_no_more"  # one is there now
+    FULL = "full"  # no node of the job can run the ranks of a lost one, too
+    NOT_IN_PLACE = "not_in_place"  # no rank of the job is repaired in place
+    ENDED = "ended"  # a rank ends as planned, as all others do then: no rank is replaced or begins again
+
+
 class Rounds:
     """One connection's view of the rounds. Used by one thread."""
 
     def __init__(self, store: SignedStore, rank: int, world_size: int) -> None:
-        self._store, self.rank, self._world_size = store, rank, world_size
-        self._verdicts: dict[
-            int, dict[str, Any]
-        ] = {}  # of rounds that have begun: they do not change
+        self._store = store
+        self.rank = rank
+        self._world_size = world_size
+        # Of rounds that have begun: they do not change.
+        self._verdicts: dict[int, dict[str, Any]] = {}
         self.poll_s = poll_s(world_size, _MIN_POLL_S)
         self._look_s = max(self.poll_s, _MIN_LOOK_S)
 
+    def note(self, mark: Mark, number: int = 0) -> None:
+        """Note a fact of a round; all ranks of it may do so."""
+        self._store.set(_key(number, mark), True)
+
+    def has(self, mark: Mark, number: int = 0) -> bool:
+        """Return whether a fact of a round was noted."""
+        return self._store.get(_key(number, mark)) is not None
+
     def is_finished(self, number: int) -> bool:
-        """Return whether an iteration was finished in a round."""
-        return number == 0 or self._has(number, "finished")
-
-    def has_trained(self) -> bool:
-        """Return whether an iteration was finished in this start."""
-        return self._has(0, "finished")
-
-    def finish(self, number: int) -> None:
-        """Note that an iteration was finished in a round; all ranks of it may do so."""
-        self._store.set(_key(number, "finished"), True)
+        """Return whether an iteration was finished in a round, of which the start counts as one."""
+        return number == 0 or self.has(Mark.FINISHED, number)
 
     def begin_training(self, stages: Stages = ()) -> None:
         """Note that an iteration was finished in the start. Rank 0 alone.
@@ -85,31 +103,7 @@ class Rounds:
         """
         if stages:  # first: who reads that the job trains may ask for them
             self._store.set(_key(0, "stages"), stages)
-        self.finish(0)
-
-    def note_end(self) -> None:
-        """Say that a rank ends as planned, as all others do then: no rank is replaced or begins again."""
-        self._store.set("ended", True)
-
-    def have_ended(self) -> bool:
-        """Return whether a rank has said so."""
-        return self._store.get("ended") is not None
-
-    def note_full(self) -> None:
-        """Say that no node can run the ranks of a lost one, too. Rank 0 alone, before `begin_training`."""
-        self._store.set("full", True)
-
-    def is_full(self) -> bool:
-        """Return whether it has said so."""
-        return self._store.get("full") is not None
-
-    def note_none(self) -> None:
-        """Say that no rank is repaired in place. Rank 0 alone, before `begin_training`."""
-        self._store.set("in_place", False)
-
-    def are_in_place(self) -> bool:
-        """Return whether ranks take part in rounds of repairs."""
-        return self._store.get("in_place") is None
+        self.note(Mark.FINISHED)
 
     def stages(self) -> Stages:
         """Return the groups of each stage, one of which must live; none if no role can be played."""
@@ -139,7 +133,7 @@ class Rounds:
 
     def wait_until_broken(self, number: int) -> bool:
         """Return whether a round has begun, or a rank has timed out before; wait for that, not for long."""
-        return self.wait_until_declared(number, "timed_out")
+        return self.wait_until_declared(number, Mark.TIMED_OUT)
 
     def newest(self, since: int = 0) -> int:
         """Return the number of the last round that has begun, at or after one that has."""
@@ -192,7 +186,7 @@ class Rounds:
     def survivors(self, number: int) -> set[int]:
         """Return the ranks that know where training is, up to a round; those who met in a round know it."""
         left = set(range(self._world_size)) - self.absent(number)
-        while not self.is_finished(number) and not self._has(number, "all_members"):
+        while not self.is_finished(number) and not self.has(Mark.ALL_MEMBERS, number):
             said = self._store.values(_key(number, "members"))
             left -= {
                 *self.dead_ranks(number),
@@ -206,17 +200,9 @@ class Rounds:
         before = range(number - MOST_UNFINISHED, number)
         return before[0] > 0 and not any(map(self.is_finished, before))
 
-    def suspect(self, number: int) -> None:
-        """Say, before a round, that a connection of the one before has ended: a node may be lost."""
-        self._store.set(_key(number, "suspected"), True)
-
-    def is_suspected(self, number: int) -> bool:
-        """Return whether some rank has said so."""
-        return self._has(number, "suspected")
-
     def is_next_suspected(self, since: int) -> bool:
-        """Return whether some rank has said so of the round that is next, at or after one that has begun."""
-        return self.is_suspected(self.newest(since) + 1)
+        """Return whether the round that is next is suspected, at or after one that has begun."""
+        return self.has(Mark.SUSPECTED, self.newest(since) + 1)
 
     def note_waiting(self) -> None:
         """Say that this rank takes no part in the start (--moe-ft-elastic): nobody can replace it."""
@@ -228,28 +214,12 @@ class Rounds:
             return known
         return frozenset(self._store.values("waiting"))
 
-    def wait_for_spare(self, number: int) -> None:
-        """Say that no node is there to replace the one that a round has lost."""
-        self._store.set(_key(number, "waits"), True)
-
-    def note_spare(self, number: int) -> None:
-        """Say that one is there now."""
-        self._store.set(_key(number, "waits_no_more"), True)
-
     def _waits_for_spare(self, number: int) -> bool:
-        return self._has(number, "waits") and not self._has(number, "waits_no_more")
+        return self.has(Mark.WAITS, number) and not self.has(Mark.WAITS_NO_MORE, number)
 
     def _declare(self, number: int, what: dict[str, Any]) -> bool:
         """Begin a round, unless it has begun; return whether it is that of the caller."""
         return bool(self._store.set_first(_key(number, "declared"), what) == what)
-
-    def time_out(self, number: int) -> None:
-        """Say that a rank has timed out waiting for another, in groups of the round before this one."""
-        self._store.set(_key(number, "timed_out"), True)
-
-    def has_timed_out(self, number: int) -> bool:
-        """Return whether some rank has said so."""
-        return self._has(number, "timed_out")
 
     def has_joined(self, number: int, rank: int) -> bool:
         """Return whether a rank takes part in a round already."""
@@ -309,10 +279,6 @@ class Rounds:
         self._store.add(_key(number, "ready"), {"rank": self.rank})
         self._wait_for(number, "ready", deadline_s)
 
-    def have_met(self, number: int) -> bool:
-        """Return whether all ranks of a round know its members."""
-        return self._has(number, "all_members")
-
     def ready(self, first: int, last: int) -> frozenset[int]:
         """Return the ranks that could make connections in some of these rounds."""
         said = (self._store.values(_key(each, "ready")) for each in range(first, last + 1))
@@ -351,9 +317,6 @@ class Rounds:
                 )
             if self.rank == first:
                 time.sleep(_MIN_POLL_S)
-
-    def _has(self, number: int, what: str) -> bool:
-        return self._store.get(_key(number, what)) is not None
 
 
 def _look(store: SignedStore, keys: Sequence[str], wait_s: float) -> list[Any]:

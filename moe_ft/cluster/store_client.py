@@ -20,9 +20,9 @@ from moe_ft.cluster.store_wire import (
     NONCE_BYTES,
     PROOF_BYTES,
     REPLY,
-    Reply,
-    Request,
     Seal,
+    StoreReply,
+    StoreRequest,
     is_greeting,
     is_of_run,
     length_of,
@@ -88,7 +88,7 @@ class JobStore:
         return connection
 
     @awaiting_others()
-    def _ask(self, request: Request) -> Reply:
+    def _ask(self, request: StoreRequest) -> StoreReply:
         """Return the answer; raises JobStoreError if there is none."""
         with self._lock:
             try:
@@ -115,24 +115,24 @@ class JobStore:
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self._ask(Request("set", [self._key(key)], _bytes(value)))
+        self._ask(StoreRequest("set", [self._key(key)], _bytes(value)))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number, which is 0 if it is not there, and return it."""
-        return self._ask(Request("add", [self._key(key)], amount=amount)).number
+        return self._ask(StoreRequest("add", [self._key(key)], amount=amount)).number
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add to the end of a value."""
-        self._ask(Request("append", [self._key(key)], _bytes(value)))
+        self._ask(StoreRequest("append", [self._key(key)], _bytes(value)))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Write a value in the place of an expected one, or of none; return what is there, as torch does."""
-        request = Request("compare_set", [self._key(key)], _bytes(desired), _bytes(expected))
+        request = StoreRequest("compare_set", [self._key(key)], _bytes(desired), _bytes(expected))
         return self._ask(request).value
 
     def rest(self, key: str, start: int) -> bytes:
         """Return a value from a byte on; nothing if it is not there."""
-        return self._ask(Request("wait", [self._key(key)], start=start)).values[0] or b""
+        return self._ask(StoreRequest("wait", [self._key(key)], start=start)).values[0] or b""
 
     def look(
         self, keys: Sequence[str], num_needed: int = 0, wait_s: float = 0.0
@@ -142,7 +142,7 @@ class JobStore:
         Other threads cannot use this connection meanwhile.
         """
         names = [self._key(each) for each in keys]
-        return self._ask(Request("wait", names, amount=num_needed, wait_s=wait_s)).values
+        return self._ask(StoreRequest("wait", names, amount=num_needed, wait_s=wait_s)).values
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all values are there."""
@@ -161,7 +161,7 @@ class JobStore:
 
     def delete_key(self, key: str) -> bool:
         """Remove a value; return whether it was there."""
-        return bool(self._ask(Request("delete", [self._key(key)])).number)
+        return bool(self._ask(StoreRequest("delete", [self._key(key)])).number)
 
     def knock(self) -> bool:
         """Return whether the kernel of the server's host has acknowledged the last knock; knock again then.
@@ -179,12 +179,12 @@ class JobStore:
             return False
         self._socket.setsockopt(socket.IPPROTO_TCP, _TCP_THIN_LINEAR_TIMEOUTS, 1)
         with suppress(BlockingIOError):  # a server that was stopped for long has no room
-            self._socket.send(self._outgoing.seal(Request("count")))
+            self._socket.send(self._outgoing.seal(StoreRequest("count")))
         return True
 
     def num_keys(self) -> int:
         """Return the number of values of all starts."""
-        return self._ask(Request("count")).number
+        return self._ask(StoreRequest("count")).number
 
 
 @awaiting_others()

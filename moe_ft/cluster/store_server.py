@@ -21,9 +21,9 @@ from moe_ft.cluster.store_wire import (
     HEADER_BYTES,
     NONCE_BYTES,
     REQUEST,
-    Reply,
-    Request,
     Seal,
+    StoreReply,
+    StoreRequest,
     greeting,
     length_of,
     proof,
@@ -75,36 +75,36 @@ class StoreServer:
         """Count a connection no more: it has proven itself, or is closed."""
         self._strangers.pop(stranger, None)
 
-    def answer(self, client: "_Client", request: Request) -> None:
+    def answer(self, client: "_Client", request: StoreRequest) -> None:
         """Do what a client asks for, and reply; it may have to wait."""
         values = self.values
         key = request.keys[0] if request.keys else ""
         if request.op == "wait":
             self._wait(client, request)
             return
-        reply = Reply()
+        reply = StoreReply()
         if request.op == "count":
-            reply = Reply(number=len(values))
+            reply = StoreReply(number=len(values))
         elif request.op == "delete":
-            reply = Reply(number=int(values.pop(key, None) is not None))
+            reply = StoreReply(number=int(values.pop(key, None) is not None))
         elif request.op == "add":
             number = int(values.get(key, b"0")) + request.amount
-            values[key], reply = b"%d" % number, Reply(number=number)
+            values[key], reply = b"%d" % number, StoreReply(number=number)
         elif request.op == "append":
             values[key] = values.get(key, b"") + request.value
         elif request.op == "set":
             values[key] = request.value
         elif values.get(key, b"") == request.expected:  # as torch has it: empty means missing
             values[key] = request.value
-            reply = Reply(value=request.value)
+            reply = StoreReply(value=request.value)
         else:
-            reply = Reply(value=values.get(key, request.expected))
+            reply = StoreReply(value=values.get(key, request.expected))
         client.reply(reply)
         if key in values:
             for each in self._waiting.pop(key, ()):
                 self._wait(each, each.asked)
 
-    def _wait(self, client: "_Client", request: Request | None) -> None:
+    def _wait(self, client: "_Client", request: StoreRequest | None) -> None:
         """Reply if enough values are there, or if the client does not wait; else wait for the others."""
         assert request is not None
         missing = [key for key in request.keys if key not in self.values]
@@ -113,7 +113,7 @@ class StoreServer:
             found = [self.values.get(key) for key in request.keys]
             start = request.start
             client.reply(
-                Reply(values=[each and each[start:] for each in found] if start else found)
+                StoreReply(values=[each and each[start:] for each in found] if start else found)
             )
             return
         for key in missing:
@@ -137,7 +137,7 @@ class _Client(asyncio.Protocol):
         self._buffer = bytearray()
         self._greeted = greeting(server.run)
         self._incoming: Seal | None = None  # once it has proven itself
-        self.asked: Request | None = None  # while it waits
+        self.asked: StoreRequest | None = None  # while it waits
         self._timer: asyncio.TimerHandle | None = None
 
     @override
@@ -186,7 +186,7 @@ class _Client(asyncio.Protocol):
         self._outgoing = Seal(token, b"server", self._greeted, nonce)
         self._transport.write(proof(token, b"server", self._greeted, nonce))
 
-    def _next_request(self, seal: Seal) -> Request | None:
+    def _next_request(self, seal: Seal) -> StoreRequest | None:
         """Return the next request; None if it is not there yet."""
         if len(self._buffer) < HEADER_BYTES:
             return None
@@ -201,18 +201,18 @@ class _Client(asyncio.Protocol):
             raise ConnectionError("a request before the answer to the last one")
         return REQUEST.decode(body)
 
-    def reply(self, reply: Reply) -> None:
+    def reply(self, reply: StoreReply) -> None:
         """Answer the request."""
         self._transport.write(self._outgoing.seal(reply))
 
-    def wait(self, request: Request) -> None:
+    def wait(self, request: StoreRequest) -> None:
         """Wait for values, at most as long as the request says in all."""
         if self.asked is None:
             give_up = partial(self._server.answer, self, replace(request, wait_s=0.0))
             self._timer = self._loop.call_later(request.wait_s, give_up)
         self.asked = request
 
-    def stop_waiting(self) -> Request | None:
+    def stop_waiting(self) -> StoreRequest | None:
         """Wait no more, neither for values nor for a proof; return what asks for the values."""
         if self._timer is not None:
             self._timer.cancel()

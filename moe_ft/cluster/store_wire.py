@@ -30,7 +30,7 @@ _HEADER = struct.Struct(f">I{_CODE_BYTES}s")
 HEADER_BYTES = _HEADER.size
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True):
+class StoreRequest(msgspec.Struct, array_like=True, frozen=True):
     """One operation on the store.
 
     Attributes:
@@ -51,7 +51,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     start: int = 0
 
 
-class Reply(msgspec.Struct, array_like=True, frozen=True):
+class StoreReply(msgspec.Struct, array_like=True, frozen=True):
     """Answer to a request: a value, a number, and those of a "wait" by key, None where there is none."""
 
     value: bytes = b""
@@ -60,8 +60,8 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 ENCODER = msgspec.msgpack.Encoder()
-REQUEST = msgspec.msgpack.Decoder(Request)
-REPLY = msgspec.msgpack.Decoder(Reply)
+REQUEST = msgspec.msgpack.Decoder(StoreRequest)
+REPLY = msgspec.msgpack.Decoder(StoreReply)
 
 
 def greeting(run: str) -> bytes:
@@ -94,7 +94,7 @@ class Seal:
     def __init__(self, token: bytes, role: bytes, greeted: bytes, nonce: bytes) -> None:
         self._key, self._number = proof(token, b"key " + role, greeted, nonce), 0
 
-    def seal(self, message: Request | Reply) -> bytes:
+    def seal(self, message: StoreRequest | StoreReply) -> bytes:
         """Return a message as it is sent."""
         body = ENCODER.encode(message)
         if len(body) > MAX_MESSAGE_BYTES:

@@ -11,7 +11,7 @@ from typing import override
 from moe_ft.cluster import job_store
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.member import own_assignment, own_member
-from moe_ft.cluster.rounds import Rounds
+from moe_ft.cluster.rounds import Mark, Rounds
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import JobStoreError, RepairError
 from moe_ft.loop.listeners import EndedIteration, LoopListener, LoopState
@@ -47,5 +47,5 @@ def report_training(assignment: Assignment) -> None:
     store = job_store.reach(assignment.meet, run, token, assignment.start, _REACH_S)
     with closing(SignedStore(store, lambda: token)) as signed:
         rounds = Rounds(signed, assignment.rank, assignment.world_size)
-        rounds.note_none()
+        rounds.note(Mark.NOT_IN_PLACE)
         rounds.begin_training()

@@ -231,7 +231,7 @@ def _texts() -> Iterator[str]:
     for rule in (*SCRIPT_REFUSALS, *played._RULES):
         yield rule.message(Namespace())
     yield from starmap(repair.flag_in, (*repair._RULES, *repair._RULES_ON_GPUS))
-    yield from (each.what for each in renewals.HELD)
+    yield from (each.what for each in renewals.RENEWALS)
 
 
 def test_texts_of_all_rules_name_fields(config: ConfigContainer) -> None:

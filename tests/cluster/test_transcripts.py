@@ -16,7 +16,7 @@ from moe_ft.cluster.membership import (
     Changed,
     Command,
     Declare,
-    End,
+    EndSlot,
     Failed,
     Job,
     Lost,
@@ -30,7 +30,7 @@ from moe_ft.cluster.membership import (
     Shape,
     StoreTold,
     Strike,
-    Told,
+    ToldToEnd,
     Wake,
 )
 from moe_ft.verdicts import Failure, FailureKind
@@ -140,7 +140,7 @@ class Chance:
 
     def tell(self) -> list[Command]:
         is_store = self.rng.random() < 0.02
-        return self.driver.feed(StoreTold() if is_store else Told((self._id(),)))
+        return self.driver.feed(StoreTold() if is_store else ToldToEnd((self._id(),)))
 
     def change(self) -> list[Command]:
         rng, id = self.rng, self._id()
@@ -193,11 +193,11 @@ class Chance:
         """Check commands, and the state after them."""
         for each in commands:
             match each:
-                case Seat(node, slot) | End(node, slot):
+                case Seat(node, slot) | EndSlot(node, slot):
                     assert node in self.known - self.struck, f"{node} is no node"
                     assert 0 <= slot < self.job.size
                     is_fit = node.partition(".")[0] not in self.job.unfit
-                    assert is_fit or isinstance(each, End), "a node that is not fit gets ranks"
+                    assert is_fit or isinstance(each, EndSlot), "a node that is not fit gets ranks"
                 case Strike(nodes):
                     assert not self.struck.intersection(nodes), "lost twice"
                     self.struck.update(nodes)

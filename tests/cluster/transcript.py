@@ -22,7 +22,7 @@ from moe_ft.cluster.membership import (
     Command,
     Declare,
     Declared,
-    End,
+    EndSlot,
     Event,
     Failed,
     HearAll,
@@ -40,7 +40,7 @@ from moe_ft.cluster.membership import (
     Shape,
     StoreTold,
     Strike,
-    Told,
+    ToldToEnd,
     Wait,
     Wake,
 )
@@ -157,7 +157,7 @@ _EVENTS: dict[str, Callable[[Driver, list[str]], list[Command]]] = {
     "quiet": _quiet,
     "failed": _fail,
     "told": lambda driver, words: (
-        driver.feed(StoreTold()) if words == ["store"] else driver.feed(Told(tuple(words)))
+        driver.feed(StoreTold()) if words == ["store"] else driver.feed(ToldToEnd(tuple(words)))
     ),
     "passed": lambda driver, words: driver.feed(Passed(" ".join(words))),
 }
@@ -202,7 +202,7 @@ _TEXTS: dict[type[Command], Callable[..., str]] = {
     Seat: lambda node, slot, round, lost: (
         f"seat {node} {slot}" + f" in round {round} for {lost}" * bool(round)
     ),
-    End: lambda node, slot: f"end {slot} on {node}",
+    EndSlot: lambda node, slot: f"end {slot} on {node}",
     Strike: lambda nodes, why: f"strike {_listed(nodes)}: {why}",
     Declare: lambda slots, absent, is_loss: (
         f"declare {_listed(slots)}"

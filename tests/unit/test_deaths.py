@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from moe_ft.cluster.answers import answer
-from moe_ft.cluster.membership import Job, Node, Policy, Reports, Shape, WithoutSpare
+from moe_ft.cluster.membership import Job, Node, Policy, RankReports, Shape, WithoutSpare
 from moe_ft.planning.protection import Launcher, LossAnswer, Starter, block_of
 from tests.unit.moe_ft.planning.test_protection import protection_of
 from tests.unit.source import ROOT
@@ -71,7 +71,7 @@ def test_block_of_a_start_promises_what_the_law_answers_to_a_lost_node(
                 seats={0: "a"},
                 names={0: "a", 1: "b"},
                 size=2,
-                reports=Reports(trained=True, stages=(((0,), (1,)),)),
+                reports=RankReports(trained=True, stages=(((0,), (1,)),)),
             )
             lost = Node(id="b", name="b", number=1)
             found = answer(job, [lost], frozenset([1]))

@@ -15,7 +15,7 @@ from megatron.training import get_args, training
 from megatron.fault_tolerance.degraded.deputies import Deputies, RoleNorm, facts_of_dead
 from megatron.fault_tolerance.degraded.executor import Executor
 from megatron.fault_tolerance.degraded.live_groups import LiveGroups, Recording
-from megatron.fault_tolerance.degraded.roles import CellBatches, Place, layout_of_job
+from megatron.fault_tolerance.degraded.roles import CellBatches, RolePlace, layout_of_job
 from megatron.fault_tolerance.degraded.rules import Usage, check_job, check_room, check_weights
 from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
 from megatron.fault_tolerance.seams.data_sets import DataSets
@@ -68,7 +68,7 @@ class Degradation:
 
     def run_healthy(self, built: Built) -> None:
         """Run iterations of the whole job by the executor from the next one on. Called by all ranks."""
-        place = Place(layout_of_job(get_args()), dist.get_rank())
+        place = RolePlace(layout_of_job(get_args()), dist.get_rank())
         self._executor = Executor(place, frozenset(), built[0], self._batches, None, self._late)
 
     def begin(
@@ -96,7 +96,7 @@ class Degradation:
         self.end(listeners)
         args, lost = get_args(), frozenset(dead)
         check_job(args)
-        place = Place(layout_of_job(args), dist.get_rank())
+        place = RolePlace(layout_of_job(args), dist.get_rank())
         roles = place.layout.roles_of(lost)
         pipelines = Pipelines(
             num_stages=place.layout.num_stages,
@@ -171,7 +171,7 @@ class Degradation:
         checkpoints.speak_by(Voice(voices, voices.own))
         dead = {}
         for rank in sorted(each for each in voices.ranks if each != voices.own):
-            role = Place(layout_of_job(args), rank).role
+            role = RolePlace(layout_of_job(args), rank).role
             change = partial(
                 facts_of_dead,
                 voice=Voice(voices, rank),

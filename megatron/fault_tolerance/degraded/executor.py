@@ -22,8 +22,8 @@ from megatron.core.utils import get_model_config
 from megatron.fault_tolerance.degraded.live_groups import LiveGroups
 from megatron.fault_tolerance.degraded.roles import (
     CellBatches,
-    Place,
     RoleGradients,
+    RolePlace,
     RoleRandomness,
 )
 from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
@@ -50,7 +50,7 @@ class Executor:
 
     def __init__(
         self,
-        place: Place,
+        place: RolePlace,
         dead: Set[Role],
         model: Sequence[Any],
         batches: CellBatches,
@@ -193,7 +193,7 @@ class Executor:
 
 @lru_cache(maxsize=4)
 def plan(
-    place: Place,
+    place: RolePlace,
     dead: frozenset[Role],
     num_micro_batches: int,
     more: int | None = None,
@@ -262,7 +262,7 @@ class Mail:
     """Tensors between stages in one iteration, without tags. Owned by the training thread."""
 
     def __init__(
-        self, schedule: Schedule, place: Place, shape: Any, dtype: Any, group: Any
+        self, schedule: Schedule, place: RolePlace, shape: Any, dtype: Any, group: Any
     ) -> None:
         self._expected: Mapping[Role, deque[Operation]] = {
             sender: deque(order)

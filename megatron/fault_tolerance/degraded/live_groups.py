@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from megatron.fault_tolerance.seams import collectives
-from megatron.fault_tolerance.seams.collectives import Call, Ended
+from megatron.fault_tolerance.seams.collectives import Call, EndedWork
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.stack import Layer
@@ -166,7 +166,7 @@ class LiveGroups:
                 f"{call} has no answer without ranks {sorted(self._dead)}, which are dead. Start the job "
                 "again, and report the model's flags"
             )
-        return Ended() if is_later else None
+        return EndedWork() if is_later else None
 
     def _all_reduce(self, group: Any, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         is_mean = op == dist.ReduceOp.AVG

@@ -45,7 +45,7 @@ def stages_of_job() -> list[list[list[int]]]:
 
 
 @dataclass(frozen=True)
-class Place:
+class RolePlace:
     """Place of a rank in the layout of the healthy job."""
 
     layout: Layout
@@ -79,7 +79,7 @@ class CellBatches:
     def __init__(self, data_sets: DataSets) -> None:
         self._data_sets = data_sets
 
-    def read(self, place: Place, cell: Cell) -> Iterator[Any] | None:
+    def read(self, place: RolePlace, cell: Cell) -> Iterator[Any] | None:
         """Return an iterator over the one batch of a cell of this iteration; None if the rank reads none."""
         if (loaded := self._data_sets.of_training) is None:
             return None

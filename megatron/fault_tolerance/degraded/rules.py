@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from megatron.fault_tolerance.degraded.roles import Place, layout_of_job
+from megatron.fault_tolerance.degraded.roles import RolePlace, layout_of_job
 from moe_ft.arithmetic import ceil_div
 from moe_ft.command_lines import as_flag
 from moe_ft.config.rules import Rule, check_rules
@@ -193,7 +193,7 @@ def check_room(
         limit: bytes of its device; 0 if they are not known.
     """
     layout, role = layout_of_job(args), memory_of_role(model)
-    stage, num_micro_batches = Place(layout, rank).role[1], get_num_microbatches()
+    stage, num_micro_batches = RolePlace(layout, rank).role[1], get_num_microbatches()
     pipelines = Pipelines(
         num_stages=layout.num_stages, num_pipelines=2, num_micro_batches=num_micro_batches
     )

@@ -124,7 +124,7 @@ def build_stages(
     )
 
 
-class _World:
+class _PlannedWorld:
     """Groups that Megatron makes, of all ranks, as seen by one of them.
 
     Attributes:
@@ -164,10 +164,10 @@ def _rank_groups(
 @contextmanager
 def _world(
     args: argparse.Namespace, model_config: Any, rank: int, rank_groups: Function
-) -> Iterator[_World]:
+) -> Iterator[_PlannedWorld]:
     """Let this process be a rank of the job, whose peers do not exist."""
     assert not dist.is_initialized(), "a plan is made where nothing trains"
-    world = _World(rank)
+    world = _PlannedWorld(rank)
     args.rank = rank
     with fake_world(args), Patches() as patches:
         patches.set(global_vars, "_GLOBAL_ARGS", args)
@@ -219,7 +219,7 @@ class _Ranks:
         config: MoeFtConfig,
         optimizer: Any,
         parameters: Sequence[LocalParameter],
-        world: _World,
+        world: _PlannedWorld,
     ) -> None:
         self.numbers: list[int] = []
         self.is_divided = all(each.is_sharded for each in parameters)

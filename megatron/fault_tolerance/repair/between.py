@@ -21,7 +21,7 @@ from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.megatron_loop import COUNTERS, is_evaluated
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers, loop_functions
-from moe_ft.cluster.member import Done, Member, Position
+from moe_ft.cluster.member import Done, LoopPosition, Member
 from moe_ft.errors import RepairError
 from moe_ft.state.random_states import current_rng
 
@@ -62,7 +62,7 @@ class BetweenIterations:
         functions = {"train": self._train, "evaluate": self._evaluate, "training_log": self._log}
         layers.put(Layer.BETWEEN, functions)
 
-    def follow(self, survivors: Position) -> None:
+    def follow(self, survivors: LoopPosition) -> None:
         """Leave a log line out that the survivors have written."""
         self._leaves_out_log = survivors.done >= Done.LOG
 

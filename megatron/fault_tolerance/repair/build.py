@@ -23,7 +23,7 @@ from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.seams.collectives import fake_world, recorded, recording
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
-from moe_ft.cluster.member import Member, Position, Standing
+from moe_ft.cluster.member import LoopPosition, Member, Standing
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import ConfigError, RepairError
 
@@ -58,7 +58,7 @@ class Joining:
             layers.put(Layer.REPLACEMENT, functions)
             yield
 
-    def follow(self, survivors: Position) -> None:
+    def follow(self, survivors: LoopPosition) -> None:
         """Do what the survivors do from here on."""
         self._gathers_weights = survivors.gathers_weights
 

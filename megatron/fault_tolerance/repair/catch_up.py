@@ -30,7 +30,7 @@ from megatron.fault_tolerance.seams.megatron_loop import (
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.stack import Function, loop_functions
 from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
-from moe_ft.cluster.member import Position
+from moe_ft.cluster.member import LoopPosition
 from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
 from moe_ft.loop.listeners import Built, Listeners, LoopState
 from moe_ft.loop.training_loop import LoopParts
@@ -145,7 +145,7 @@ def recover(
     data_sets: DataSets,
     built: Built,
     parts: LoopParts,
-    positions: Sequence[Position],
+    positions: Sequence[LoopPosition],
     *,
     may_keep: bool = True,
 ) -> int:
@@ -176,7 +176,7 @@ def recover(
     return int(args.iteration)
 
 
-def most_iteration(positions: Sequence[Position], args: Any) -> int:
+def most_iteration(positions: Sequence[LoopPosition], args: Any) -> int:
     """Return the latest iteration that can be recovered: the broken one, or the one after it.
 
     The state after the broken iteration will do if all survivors were in that iteration, and each can still
@@ -192,7 +192,7 @@ def catch_up(
     step: Step,
     first: int,
     last: int,
-    survivors: Position,
+    survivors: LoopPosition,
     *,
     listeners: Listeners,
     watcher: Watcher,
@@ -270,9 +270,9 @@ def _run(step: Step, iteration: int, watcher: Watcher) -> Any:
 
 def position_of(
     args: Any, iteration: int, *, num_groups: int, model: Sequence[Any], evaluations_draw: bool
-) -> Position:
+) -> LoopPosition:
     """Return the position of a loop that has begun an iteration and not counted it."""
-    return Position(
+    return LoopPosition(
         iteration=iteration,
         num_groups=num_groups,
         gathers_weights=any(getattr(each, "remove_forward_pre_hook_handles", ()) for each in model),
@@ -281,7 +281,7 @@ def position_of(
     )
 
 
-def set_counters(args: Any, position: Position) -> None:
+def set_counters(args: Any, position: LoopPosition) -> None:
     """Have Megatron's loop begin, or continue, at a position."""
     args.curr_iteration = position.iteration
     begin_at(args, position.iteration, position.counters)

@@ -20,7 +20,7 @@ from typing import Any, override
 
 from torch.distributed import ProcessGroupGloo
 
-from megatron.fault_tolerance.repair.links import Maker, Place, Transport
+from megatron.fault_tolerance.repair.links import BackendPlace, GroupTransport, Maker
 
 _DESCRIPTORS = "/proc/self/fd"
 _LOOK_S = 0.01
@@ -33,7 +33,7 @@ _COUNTS_OFFSET = 120
 _NUMBER = struct.Struct("i")
 
 
-class Gloo(Transport):
+class Gloo(GroupTransport):
     """Backends of gloo: each operation ends before its call returns, or raises."""
 
     name = "gloo"
@@ -49,7 +49,7 @@ class Gloo(Transport):
             ProcessGroupGloo.create_device(interface=each) for each in interfaces.split(",") if each
         ] or [ProcessGroupGloo.create_default_device()]
 
-        def make(place: Place, given: Any, timeout: timedelta) -> Any:
+        def make(place: BackendPlace, given: Any, timeout: timedelta) -> Any:
             options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout, options._devices, options.group_name = timeout, devices, place.name
             backend = ProcessGroupGloo(place.store, place.rank, len(place.ranks), options)

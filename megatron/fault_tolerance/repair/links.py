@@ -16,7 +16,7 @@ from moe_ft.errors import LinksEndedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class BackendPlace:
     """Place of this rank in a group, whose store is new in each round."""
 
     store: Any
@@ -25,10 +25,10 @@ class Place:
     name: str  # of the group
 
 
-Maker = Callable[[Place, Any, timedelta], Any]
+Maker = Callable[[BackendPlace, Any, timedelta], Any]
 
 
-class Transport(ABC):
+class GroupTransport(ABC):
     """Backends of one kind. Owned by the training thread, but for `end` and `failure`.
 
     Links calls `end`, `begin` and `failure` one at a time.
@@ -75,7 +75,7 @@ class Transport(ABC):
 class Links:
     """The links of the present round. Any thread may end them, once, and only those of its round."""
 
-    def __init__(self, member: Member, transports: Sequence[Transport]) -> None:
+    def __init__(self, member: Member, transports: Sequence[GroupTransport]) -> None:
         """Begin without links; transports whose ends raise in all that waits come first."""
         self._member, self.transports = member, transports
         self._lock = threading.Lock()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from megatron.fault_tolerance.repair.links import Maker, Place, Transport
+from megatron.fault_tolerance.repair.links import BackendPlace, GroupTransport, Maker
 from moe_ft.engine.background import device_of_this_thread
 from moe_ft.errors import ConfigError
 from moe_ft.saying import warn
@@ -70,7 +70,7 @@ _IS_OF_CUDA = re.compile(r"cuda error|cuda failure|cudaerror", re.IGNORECASE)
 _UNKNOWN_ERROR = re.compile(r"CUDA error: unknown error|Cuda failure (999 )?'unknown error'")
 
 
-class Nccl(Transport):
+class Nccl(GroupTransport):
     """Backends of NCCL: an operation has only been given to the device when its call returns."""
 
     name = "nccl"
@@ -146,14 +146,14 @@ def _backend(group: Any) -> Any:
     return backend if backend.name() == Nccl.name else None
 
 
-def _make(place: Place, given: Any, timeout: timedelta) -> Any:
+def _make(place: BackendPlace, given: Any, timeout: timedelta) -> Any:
     options = options_for(place, given, timeout)
     backend = dist.ProcessGroupNCCL(place.store, place.rank, len(place.ranks), options)
     backend._set_sequence_number_for_group()
     return backend
 
 
-def options_for(place: Place, given: Any, timeout: timedelta) -> Any:
+def options_for(place: BackendPlace, given: Any, timeout: timedelta) -> Any:
     """Return the options of a new backend: those that the group was made with, if it was given any.
 
     They keep their priority and the configuration of their communicator.

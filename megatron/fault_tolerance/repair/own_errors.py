@@ -17,7 +17,7 @@ import torch
 
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
-from moe_ft.cluster.failure_notes import Answer
+from moe_ft.cluster.failure_notes import Consequence
 from moe_ft.cluster.member import Member
 from moe_ft.errors import InjectedFaultError, MoeFtError, SnapshotError
 from moe_ft.faults import Section
@@ -81,7 +81,7 @@ class OwnErrors:
         if failure.kind is FailureKind.NETWORK:
             return
         answer = member.notes.answer(failure, partial(self._may_leave_out, iteration))
-        if answer is Answer.END:
+        if answer is Consequence.END:
             warn(
                 f"rank {member.rank} has raised {failure.what} again in iteration {failure.iteration}, for "
                 "which it was replaced: it is not replaced another time"

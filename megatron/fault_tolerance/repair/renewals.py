@@ -29,7 +29,7 @@ _NUM_NVLINK_PEERS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
+class Renewal:
     """One thing that a library has made from a process group.
 
     Attributes:
@@ -102,20 +102,20 @@ def _let_go_of_hybridep() -> None:
     fused_a2a.reset_hybrid_ep_buffer()
 
 
-HELD = (
-    Held(what="--cuda-graph-impl", is_used=has_graphs, why_not=_why_no_graphs),
-    Held(
+RENEWALS = (
+    Renewal(what="--cuda-graph-impl", is_used=has_graphs, why_not=_why_no_graphs),
+    Renewal(
         what="--moe-flex-dispatcher-backend deepep",
         is_used=_dispatches_with("deepep"),
         why_not=_why_no_deepep,
         renew=_let_go_of_deepep,
     ),
-    Held(
+    Renewal(
         what="--moe-flex-dispatcher-backend hybridep",
         is_used=_dispatches_with("hybridep"),
         renew=_let_go_of_hybridep,
     ),
-    Held(
+    Renewal(
         what="--moe-flex-dispatcher-backend ncclep",
         is_used=_dispatches_with("ncclep"),
         why_not=lambda _: (
@@ -123,7 +123,7 @@ HELD = (
             "alone, which has to come before the abort that frees the others"
         ),
     ),
-    Held(
+    Renewal(
         what="--tp-comm-overlap",
         is_used=lambda args: bool(args.tp_comm_overlap) and args.tensor_model_parallel_size > 1,
         why_not=lambda _: (
@@ -136,12 +136,12 @@ HELD = (
 
 def reasons(args: argparse.Namespace) -> dict[str, str]:
     """Return why what this job holds cannot be made again, by the flags that make it hold that."""
-    used = (each for each in HELD if each.is_used(args))
+    used = (each for each in RENEWALS if each.is_used(args))
     return {each.what: why for each in used if (why := each.why_not(args))}
 
 
 def renew(args: argparse.Namespace) -> None:
     """Let go of what was made from the groups of the round before. Called by all ranks, after the swap."""
-    for each in HELD:
+    for each in RENEWALS:
         if each.is_used(args):
             each.renew()

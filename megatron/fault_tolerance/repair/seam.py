@@ -26,7 +26,7 @@ from megatron.fault_tolerance.repair.build import Gathered, Joining
 from megatron.fault_tolerance.repair.catch_up import Step, position_of, set_counters
 from megatron.fault_tolerance.repair.crowding import Crowding
 from megatron.fault_tolerance.repair.gloo import Gloo
-from megatron.fault_tolerance.repair.links import Links, Transport
+from megatron.fault_tolerance.repair.links import GroupTransport, Links
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
 from megatron.fault_tolerance.repair.own_errors import OwnErrors, num_batches_left_out
 from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
@@ -413,7 +413,7 @@ def _noting_end(member: Member) -> Iterator[None]:
     member.end()
 
 
-def _transports(args: argparse.Namespace) -> tuple[Transport, ...]:
+def _transports(args: argparse.Namespace) -> tuple[GroupTransport, ...]:
     """Return the transports of this job's groups; those of NCCL need variables before groups are made.
 
     Raises:

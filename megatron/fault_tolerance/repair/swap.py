@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 
-from megatron.fault_tolerance.repair.links import Links, Maker, Place, Transport
+from megatron.fault_tolerance.repair.links import BackendPlace, GroupTransport, Links, Maker
 from moe_ft.errors import ConfigError
 
 FAKE = "fake"
@@ -134,7 +134,7 @@ class Recipes:
 class Groups:
     """The groups that exist when the model is built, on one rank. Owned by the training thread."""
 
-    def __init__(self, transports: Sequence[Transport], recipes: Recipes) -> None:
+    def __init__(self, transports: Sequence[GroupTransport], recipes: Recipes) -> None:
         self._transports, self._recipes = transports, recipes
         self._groups: list[tuple[int, Any, Recipe]] = []
         self._left_out: set[Any] = set()  # groups without a backend in this round
@@ -263,7 +263,7 @@ def put(
     for kind, own in devices.items():
         # A rank that is alone in a group has nobody to tell its address.
         addresses = PrefixStore(kind, store) if len(ranks) > 1 else dist.HashStore()
-        place = Place(store=addresses, rank=number, ranks=ranks, name=name)
+        place = BackendPlace(store=addresses, rank=number, ranks=ranks, name=name)
         backend = makers[kind](place, recipe.options, timeout)
         for each in own:
             group._register_backend(each, types[kind], backend)

@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import end_process, why_lost
 from megatron.fault_tolerance.repair.own_errors import OwnErrors, may_be_of_others
-from moe_ft.cluster.link import Link
+from moe_ft.cluster.link import RankLink
 from moe_ft.cluster.member import Member
-from moe_ft.cluster.rounds import Rounds
+from moe_ft.cluster.rounds import Mark, Rounds
 from moe_ft.files.progress import awaiting_others, excused_until_s, progress_s
 from moe_ft.loop.hangs import LAST_WORDS_S
 from moe_ft.loop.waits import stack_of
@@ -103,7 +103,7 @@ class Watcher:
         self._next_look_s = time.monotonic() + _TIMEOUT_POLL_S
         if failure := self._links.failure():
             warn(f"{failure}: all ranks leave what they are doing")
-            self._rounds.time_out(number)
+            self._rounds.note(Mark.TIMED_OUT, number)
         return False
 
     def _end_if_stuck(self) -> None:
@@ -176,13 +176,13 @@ class Deaths:
         """Return whether a round has begun; wait for that, if asked to, as long as it may still begin."""
         begin_s, rounds = time.monotonic(), self._member.rounds
         if waits and is_timeout(error):
-            rounds.time_out(number)
+            rounds.note(Mark.TIMED_OUT, number)
         if waits and not rounds.is_declared(number):
-            rounds.suspect(number)
+            rounds.note(Mark.SUSPECTED, number)
         while not rounds.is_declared(number):
             # A rank that hangs ends itself then.
             wait_s = _NOTICE_S * (1 + self._member.assignment.is_watched) + (
-                STUCK_S if rounds.has_timed_out(number) else 0.0
+                STUCK_S if rounds.has(Mark.TIMED_OUT, number) else 0.0
             )
             if not waits or time.monotonic() - begin_s > wait_s:
                 return False
@@ -195,7 +195,7 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def ending_after(seconds: float, link: Link) -> Iterator[None]:
+def ending_after(seconds: float, link: RankLink) -> Iterator[None]:
     """End the process, for good, if this thread makes no progress in this context for so long.
 
     Progress is that of moe_ft/files/progress.py. The launcher then restarts the job.

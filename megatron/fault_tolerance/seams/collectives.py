@@ -54,7 +54,7 @@ class Call:
 Answer = Callable[[Call], Any]
 
 
-class Ended:
+class EndedWork:
     """Handle of an operation that has ended."""
 
     def wait(self, *_: Any) -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.seams.collectives import Ended
+from megatron.fault_tolerance.seams.collectives import EndedWork
 from megatron.fault_tolerance.seams.stack import COLLECTIVES, FINALIZE, Layer, Layers
 from moe_ft.engine.boundary.player import BoundaryPlayer
 from moe_ft.format.boundary import Direction
@@ -186,14 +186,14 @@ def _play(
     for name, neighbour, _ in _sends(link):
         if given[name] is not None and player.answers_for(neighbour):
             live[name] = None
-            handles[name.removeprefix("tensor_")] = Ended()
+            handles[name.removeprefix("tensor_")] = EndedWork()
     played: dict[str, torch.Tensor] = {}
     for name, neighbour, direction in (
         ("recv_prev", link.prev_rank, Direction.FORWARD),
         ("recv_next", link.next_rank, Direction.BACKWARD),
     ):
         if given[name] and player.answers_for(neighbour):
-            live[name], handles[name] = False, Ended()
+            live[name], handles[name] = False, EndedWork()
             played[name] = _received(player, link, neighbour, direction, given["tensor_shape"])
     is_live = any(live[name] is not None for name, _, _ in _sends(link))
     is_live |= live["recv_prev"] or live["recv_next"]
@@ -215,7 +215,7 @@ def _received(
     return tensor.to(torch.cuda.current_device()).requires_grad_()
 
 
-def _merged(requests: Any, handles: Mapping[str, Ended]) -> Any:
+def _merged(requests: Any, handles: Mapping[str, EndedWork]) -> Any:
     """Return handles for everything that was asked for, in the form in which Megatron returns its own."""
     if isinstance(requests, list):  # a ring exchange has none
         return requests

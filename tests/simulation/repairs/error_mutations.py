@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_ft.cluster import answers, reported
-from moe_ft.cluster.failure_notes import Answer, FailureNotes
+from moe_ft.cluster.failure_notes import Consequence, FailureNotes
 from moe_ft.cluster.membership import Job
 from moe_ft.cluster.rounds import Entry
 from tests.simulation.active import Patches
@@ -31,7 +31,7 @@ def corrupt_mutation(make: Mutation) -> Mutation:
 @error_mutation
 def same_error_repaired_for_ever(patches: Patches) -> None:
     """A rank is replaced for the same exception in the same iteration again and again."""
-    patches.set(FailureNotes, "answer", lambda self, failure, may_leave_out: Answer.REPLACE)
+    patches.set(FailureNotes, "answer", lambda self, failure, may_leave_out: Consequence.REPLACE)
 
 
 @error_mutation

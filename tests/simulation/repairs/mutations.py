@@ -8,9 +8,9 @@ from moe_ft.cluster import answers, job_store, law, roster, rounds
 from moe_ft.cluster.agent import Agent
 from moe_ft.cluster.fork_server import ForkServer
 from moe_ft.cluster.forks import Forks
-from moe_ft.cluster.link import Link, Pulse
+from moe_ft.cluster.link import Pulse, RankLink
 from moe_ft.cluster.membership import Job
-from moe_ft.cluster.rounds import Entry, Rounds
+from moe_ft.cluster.rounds import Entry, Mark, Rounds
 from moe_ft.faults import Section
 from moe_ft.loop import hangs
 from moe_ft.loop.hangs import Hangs, Limits, Silence
@@ -119,7 +119,7 @@ def own_stop_held_against_the_thread(patches: Patches) -> None:
 @elastic_mutation
 def told_to_end_and_replaced(patches: Patches) -> None:
     """A rank that its agent has told to end is replaced: it lives on in the next start."""
-    patches.set(Link, "retire", lambda self: None)
+    patches.set(RankLink, "retire", lambda self: None)
 
 
 @repair_mutation
@@ -172,16 +172,26 @@ def rounds_without_end(patches: Patches) -> None:
     patches.set(rounds, "MOST_UNFINISHED", 1000)
 
 
+def _never_noted(patches: Patches, never: Mark) -> None:
+    original = Rounds.note
+
+    def note(self: Rounds, mark: Mark, number: int = 0) -> None:
+        if mark is not never:
+            original(self, mark, number)
+
+    patches.set(Rounds, "note", note)
+
+
 @repair_mutation
 def finished_rounds_forgotten(patches: Patches) -> None:
     """Nobody says that a repair has ended."""
-    patches.set(Rounds, "finish", lambda self, number: None)
+    _never_noted(patches, Mark.FINISHED)
 
 
 @repair_mutation
 def timeouts_kept_to_oneself(patches: Patches) -> None:
     """A rank that has timed out waiting for another one does not tell the others."""
-    patches.set(Rounds, "time_out", lambda self, number: None)
+    _never_noted(patches, Mark.TIMED_OUT)
 
 
 @repair_mutation
@@ -387,7 +397,7 @@ def starts_after_all_are_to_save(patches: Patches) -> None:
 @elastic_mutation
 def ends_of_an_earlier_start_count(patches: Patches) -> None:
     """Ranks that have failed in the start before count as those of the present one."""
-    original = roster.Roster.hear
+    original = roster.NodeRoster.hear
 
     class AnyStart(int):
         def __eq__(self, other: object) -> bool:
@@ -395,7 +405,9 @@ def ends_of_an_earlier_start_count(patches: Patches) -> None:
 
         __hash__ = int.__hash__
 
-    patches.set(roster.Roster, "hear", lambda self, start, asked: original(self, AnyStart(), asked))
+    patches.set(
+        roster.NodeRoster, "hear", lambda self, start, asked: original(self, AnyStart(), asked)
+    )
 
 
 @elastic_mutation

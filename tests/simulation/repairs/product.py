@@ -7,7 +7,7 @@ from megatron.fault_tolerance.repair import own_errors, watcher
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.own_errors import OwnErrors
 from megatron.fault_tolerance.repair.watcher import STUCK_S, Deaths, Watcher, ending_after
-from moe_ft.cluster.member import Done, Member, Position, Standing
+from moe_ft.cluster.member import Done, LoopPosition, Member, Standing
 from moe_ft.files import progress
 from moe_ft.loop import hangs
 from moe_ft.planning.schedules import Pipelines, choose_deputies
@@ -20,7 +20,7 @@ __all__ = [
     "Links",
     "Member",
     "OwnErrors",
-    "Position",
+    "LoopPosition",
     "Watcher",
     "ending_after",
 ]
@@ -90,8 +90,8 @@ def hold_stops_against_threads(patches: Patches) -> None:
     patches.set(watcher, "_LONGEST_LOOK_S", float("inf"))
 
 
-def position_at(iteration: int) -> Position:
-    return Position(
+def position_at(iteration: int) -> LoopPosition:
+    return LoopPosition(
         iteration=iteration,
         counters={"consumed_train_samples": iteration},
         num_groups=1,

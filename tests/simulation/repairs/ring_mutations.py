@@ -42,10 +42,10 @@ def unheard_observers_are_not_there(patches: Patches) -> None:
 @ring_mutation
 def own_beats_do_not_count(patches: Patches) -> None:
     """A node is lost when those that watch it miss it, although it beats."""
-    original = roster.Roster._silences
+    original = roster.NodeRoster._silences
 
     def silences(self: Any, is_suspected: Any) -> Any:
         yield from original(self, is_suspected)
         yield Quiet(dict.fromkeys(self._heard, 9.0), frozenset(self._heard))
 
-    patches.set(roster.Roster, "_silences", silences)
+    patches.set(roster.NodeRoster, "_silences", silences)

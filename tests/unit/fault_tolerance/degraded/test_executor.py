@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fault_tolerance.degraded.executor import Mail, added_up, plan
-from megatron.fault_tolerance.degraded.roles import Place
+from megatron.fault_tolerance.degraded.roles import RolePlace
 from moe_ft.planning.lost_ranks import Layout
 from moe_ft.planning.schedules import Operation, OpKind
 
@@ -28,7 +28,7 @@ class Work:
 def test_receiver_takes_messages_in_the_order_in_which_each_sender_makes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    schedule, numbers = plan(Place(LAYOUT, 2), DEAD, 4), dict[Operation, float]()
+    schedule, numbers = plan(RolePlace(LAYOUT, 2), DEAD, 4), dict[Operation, float]()
     queues: dict[int, deque[float]] = {0: deque(), 1: deque()}  # by sender
     for sender in queues:
         for operation in schedule.operations[sender, 0]:
@@ -42,7 +42,7 @@ def test_receiver_takes_messages_in_the_order_in_which_each_sender_makes_them(
 
     monkeypatch.setattr(dist, "irecv", irecv)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
-    mail = Mail(schedule, Place(LAYOUT, 2), (1,), torch.float32, None)
+    mail = Mail(schedule, RolePlace(LAYOUT, 2), (1,), torch.float32, None)
     for operation in schedule.operations[0, 1]:
         if operation.kind is OpKind.FORWARD:
             role = schedule.runners[operation.cell, 0], 0
@@ -59,7 +59,7 @@ def test_tensor_keeps_its_values_until_it_is_sent(monkeypatch: pytest.MonkeyPatc
         return Work()
 
     monkeypatch.setattr(dist, "isend", isend)
-    place = Place(LAYOUT, 0)
+    place = RolePlace(LAYOUT, 0)
     mail = Mail(plan(place, DEAD, 1), place, (1,), torch.float32, None)
     output = torch.ones(3, requires_grad=True) * 2
     mail.send(output, (0, 1))

@@ -5,7 +5,7 @@ from argparse import Namespace
 import pytest
 import torch
 
-from megatron.fault_tolerance.degraded.roles import Place, RoleGradients
+from megatron.fault_tolerance.degraded.roles import RoleGradients, RolePlace
 from moe_ft.planning.lost_ranks import Layout
 
 LAYOUTS = [
@@ -19,16 +19,16 @@ LAYOUTS = [
 def test_every_rank_is_found_by_its_role_from_each_of_its_peers(layout: Layout) -> None:
     size = layout.num_stages * layout.tp * layout.cp * layout.dp
     for rank in range(size):
-        role = Place(layout, rank).role
+        role = RolePlace(layout, rank).role
         assert {role} == layout.roles_of([rank]) or layout.num_groups == 1
         peers = [
             each for each in range(size) if each % layout.group_size == rank % layout.group_size
         ]
-        assert {Place(layout, peer).rank_of(role) for peer in peers} == {rank}
+        assert {RolePlace(layout, peer).rank_of(role) for peer in peers} == {rank}
 
 
 def test_peer_reads_the_samples_of_the_role_that_it_plays() -> None:
-    place = Place(Layout(num_stages=2, tp=2, cp=1, dp=4, ep=1), rank=8 + 3)
+    place = RolePlace(Layout(num_stages=2, tp=2, cp=1, dp=4, ep=1), rank=8 + 3)
     assert place.role == (1, 1)
     assert [place.reader_of(pipeline) for pipeline in range(4)] == [0, 1, 2, 3]
 

@@ -11,7 +11,7 @@ from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.megatron_loop import COUNTERS
-from moe_ft.cluster.member import Position
+from moe_ft.cluster.member import LoopPosition
 from moe_ft.cluster.rounds import Entry, Rounds
 from tests.simulation.repairs import product
 from tests.unit.signed import LookedAt, member_of, signed
@@ -29,7 +29,7 @@ class Watched:
         self.watcher = Watcher(Rounds(self.store, 0, num_ranks), self.links, self.member)
 
 
-def position_at(iteration: int, **changes: Any) -> Position:
+def position_at(iteration: int, **changes: Any) -> LoopPosition:
     """Return the position of a loop in an iteration of 8 samples, in a job of 9 groups."""
     counters = dict.fromkeys(COUNTERS, 0) | {"consumed_train_samples": iteration * 8}
     given = {"counters": counters, "num_groups": 9, **changes}

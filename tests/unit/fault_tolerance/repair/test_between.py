@@ -25,7 +25,7 @@ from megatron.fault_tolerance.repair.between import (
 )
 from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.stack import Layers
-from moe_ft.cluster.member import Done, Position, round_of
+from moe_ft.cluster.member import Done, LoopPosition, round_of
 from moe_ft.cluster.rounds import Entry
 from moe_ft.errors import RepairError
 from tests.unit.fault_tolerance.repair.members import Watched, position_at
@@ -160,7 +160,7 @@ def test_evaluation_fails_as_ever_without_a_death_or_where_a_replacement_would_w
 
 
 def log(
-    monkeypatch: pytest.MonkeyPatch, loop: Namespace, where: str, other: Position
+    monkeypatch: pytest.MonkeyPatch, loop: Namespace, where: str, other: LoopPosition
 ) -> tuple[list[float], dict[str, Any]]:
     """Log an iteration in which a rank dies; return the sums before each line, and those after all.
 
@@ -235,7 +235,7 @@ def log(
 )
 def test_log_line_begins_again_with_its_sums_unless_all_had_logged(
     where: str,
-    other: Position,
+    other: LoopPosition,
     num_lines: int,
     loop: Namespace,
     monkeypatch: pytest.MonkeyPatch,

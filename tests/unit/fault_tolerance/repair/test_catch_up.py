@@ -32,7 +32,7 @@ from megatron.fault_tolerance.repair.catch_up import (
 )
 from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.megatron_loop import begin_iteration, count_iteration
-from moe_ft.cluster.member import Done, Position
+from moe_ft.cluster.member import Done, LoopPosition
 from moe_ft.config.flag_table import flag_classes
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
@@ -220,7 +220,7 @@ def test_replacement_begins_where_the_survivors_are(
     facts = position_of(loop_args, 5, num_groups=12, model=model, evaluations_draw=False).facts()
     loop_args.consumed_train_samples = loop_args.consumed_valid_samples = 0
     del loop_args.do_train, loop_args.do_valid, loop_args.do_test  # they are set with the data
-    position = Position(**facts)
+    position = LoopPosition(**facts)
     set_counters(loop_args, position)
     assert (loop_args.iteration, loop_args.curr_iteration) == (5, 5)
     assert (loop_args.consumed_train_samples, loop_args.consumed_valid_samples) == (40, 16)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from megatron.fault_tolerance.repair import nccl as module
-from megatron.fault_tolerance.repair.links import Place
+from megatron.fault_tolerance.repair.links import BackendPlace
 from megatron.fault_tolerance.repair.nccl import (
     Nccl,
     end_process,
@@ -23,7 +23,7 @@ from megatron.fault_tolerance.repair.nccl import (
 from moe_ft.errors import ConfigError, SnapshotError
 
 TIMEOUT = timedelta(seconds=30)
-PLACE = Place(store=None, rank=1, ranks=(4, 6), name="17")
+PLACE = BackendPlace(store=None, rank=1, ranks=(4, 6), name="17")
 
 
 @pytest.fixture

@@ -24,9 +24,9 @@ from megatron.fault_tolerance.repair.nccl import Nccl
 from megatron.fault_tolerance.repair.seam import EndBarrier, RepairSeam, installed
 from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.seams.stack import Layer, Layers
-from moe_ft.cluster.link import Heart, Link
+from moe_ft.cluster.link import Heart, RankLink
 from moe_ft.cluster.member import Member
-from moe_ft.cluster.rounds import Entry, Rounds
+from moe_ft.cluster.rounds import Entry, Mark, Rounds
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError, LinksEndedError, RepairError
 from moe_ft.loop.listeners import Listeners, LoopState
@@ -43,7 +43,7 @@ def store() -> Any:
 
 
 @pytest.fixture
-def link(member: Member) -> Link:
+def link(member: Member) -> RankLink:
     return member.link
 
 
@@ -75,7 +75,7 @@ def step(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> lis
 
 
 def test_rank_can_be_replaced_from_its_first_finished_iteration_until_training_ends(
-    repairing: RepairSeam, link: Link, monkeypatch: pytest.MonkeyPatch
+    repairing: RepairSeam, link: RankLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = step(monkeypatch)
     armed, limits_s = [], []
@@ -100,7 +100,7 @@ def test_rank_can_be_replaced_from_its_first_finished_iteration_until_training_e
 
 
 def test_only_rank_of_an_elastic_job_is_not_replaced(
-    repairing: RepairSeam, link: Link, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
+    repairing: RepairSeam, link: RankLink, loop_args: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step(monkeypatch)
     loop_args.world_size = 1
@@ -128,7 +128,7 @@ def test_iteration_whose_links_have_ended_is_broken_though_nothing_was_raised(
 
 
 def test_rank_that_has_lost_its_device_ends_while_it_can_be_replaced(
-    repairing: RepairSeam, link: Link, monkeypatch: pytest.MonkeyPatch
+    repairing: RepairSeam, link: RankLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     step(monkeypatch, error)
@@ -149,7 +149,7 @@ def test_rank_that_has_lost_its_device_ends_while_it_can_be_replaced(
 
 
 def test_death_that_the_loop_notices_between_iterations_is_named_as_the_reason(
-    repairing: RepairSeam, link: Link, store: Any, monkeypatch: pytest.MonkeyPatch
+    repairing: RepairSeam, link: RankLink, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step(monkeypatch)
 
@@ -189,8 +189,8 @@ def test_job_that_cannot_be_repaired_meets_in_the_store_and_knows_why(
     monkeypatch.setattr(seam, "TorchStore", lambda store, _: store)
     with installed(config, args, listeners) as arguments:
         assert arguments == {"store": store} and listeners.loop.no_repair == "one rank"
-        assert not rounds.have_ended()
-    assert rounds.have_ended()
+        assert not rounds.has(Mark.ENDED)
+    assert rounds.has(Mark.ENDED)
 
 
 def test_first_rank_on_gpus_says_that_this_is_untried_and_what_is_set(

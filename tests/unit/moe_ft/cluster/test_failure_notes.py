@@ -4,18 +4,18 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ft.cluster.failure_notes import Answer, FailureNotes, left_out_by
+from moe_ft.cluster.failure_notes import Consequence, FailureNotes, left_out_by
 from moe_ft.verdicts import LIKELY_AGAIN, Failure, FailureKind
 from tests.unit.signed import LookedAt, signed
 
 BAD = Failure(rank=1, kind=FailureKind.DATA, what="ValueError: sample 7", iteration=4)
 
 
-def answers(*failures: Failure, room: int = 0) -> list[Answer]:
+def answers(*failures: Failure, room: int = 0) -> list[Consequence]:
     """Return what follows failures, each of a new process, if so many iterations may be left out."""
     store = LookedAt()
 
-    def answer(failure: Failure) -> Answer:
+    def answer(failure: Failure) -> Consequence:
         notes = FailureNotes(signed(store))
         return notes.answer(failure, lambda: len(left_out_by(notes.left_out())) < room)
 
@@ -30,26 +30,32 @@ def test_same_failure_is_repaired_once_and_others_are_repaired_again() -> None:
         replace(BAD, kind=FailureKind.CODE),
     ]
     found = answers(BAD, *others, BAD)
-    assert found == [Answer.REPLACE] * 5 + [Answer.END]
+    assert found == [Consequence.REPLACE] * 5 + [Consequence.END]
 
 
 def test_iteration_is_left_out_while_there_is_room_and_a_third_failure_in_it_ends_all() -> None:
     later = replace(BAD, iteration=6)
     found = answers(BAD, BAD, later, later, BAD, room=1)
-    assert found == [Answer.REPLACE, Answer.LEAVE_OUT, Answer.REPLACE, Answer.END, Answer.END]
+    assert found == [
+        Consequence.REPLACE,
+        Consequence.LEAVE_OUT,
+        Consequence.REPLACE,
+        Consequence.END,
+        Consequence.END,
+    ]
 
 
 def test_second_rank_that_fails_with_the_same_batch_needs_no_further_room() -> None:
     other = replace(BAD, rank=3)
     found = answers(BAD, other, BAD, other, room=1)
-    assert found == [Answer.REPLACE] * 2 + [Answer.LEAVE_OUT] * 2
+    assert found == [Consequence.REPLACE] * 2 + [Consequence.LEAVE_OUT] * 2
 
 
 @pytest.mark.parametrize("kind", FailureKind)
 def test_only_failures_of_batches_leave_iterations_out(kind: FailureKind) -> None:
     failure = replace(BAD, kind=kind)
-    last = Answer.LEAVE_OUT if kind in LIKELY_AGAIN else Answer.END
-    assert answers(failure, failure, room=9) == [Answer.REPLACE, last]
+    last = Consequence.LEAVE_OUT if kind in LIKELY_AGAIN else Consequence.END
+    assert answers(failure, failure, room=9) == [Consequence.REPLACE, last]
 
 
 def test_iterations_that_are_left_out_come_with_their_failures() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from moe_ft.cluster.link import (
     Heart,
-    Link,
+    RankLink,
     exit_signal,
     period_s,
     wants_repair,
@@ -38,7 +38,7 @@ def test_looks_are_frequent_enough_for_short_limits_and_rare_for_long_ones() -> 
 
 
 def test_heart_beats_until_it_is_closed() -> None:
-    link = Link()
+    link = RankLink()
     heart = Heart(link, limit_s=1.0)
     assert link.limit_s == 0, "it is not started"
     heart.start(20.0)

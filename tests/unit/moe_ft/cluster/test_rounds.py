@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from moe_ft.cluster.rounds import Entry, Rounds
+from moe_ft.cluster.rounds import Entry, Mark, Rounds
 from moe_ft.errors import RepairError
 from tests.unit.signed import signed
 
@@ -87,7 +87,9 @@ def test_stranger_who_writes_to_all_keys_beforehand_changes_no_round(
         open_store.add(f"{key}/count", 100)
     store = signed(open_store)
     first, other = Rounds(store, 0, 2), Rounds(store, 1, 2)
-    assert not first.has_timed_out(1) and not first.is_declared(1) and not first.is_finished(1)
+    assert (
+        not first.has(Mark.TIMED_OUT, 1) and not first.is_declared(1) and not first.is_finished(1)
+    )
     assert Rounds(store, 1, 2).join_for_dead(Entry(rank=1, died_s=5.5)) == 1
     assert first.is_declared(1) and not first.is_declared(2)
     with pytest.raises(RepairError, match=r"round 1 has not had all members .* \[0\] are missing"):
@@ -98,7 +100,7 @@ def test_stranger_who_writes_to_all_keys_beforehand_changes_no_round(
     with pytest.raises(RepairError, match="rank 0 says"):
         other.wait_until_ready(1, 0.0)
     first.wait_until_ready(1, 0.0)
-    first.finish(1)
+    first.note(Mark.FINISHED, 1)
     assert other.is_finished(1)
 
 
@@ -116,5 +118,5 @@ def test_replacement_that_has_met_the_others_knows_where_training_is_and_no_othe
     assert rounds.survivors(2) == {1, 2}
     assert rounds.declare_lost([1], 2, [2]) == 3
     assert rounds.survivors(3) == set()
-    rounds.finish(3)
+    rounds.note(Mark.FINISHED, 3)
     assert rounds.survivors(3) == {0, 1}

@@ -17,7 +17,13 @@ import torch.distributed as dist
 from megatron.fault_tolerance.repair.store import TorchStore
 from moe_ft.cluster import job_store, store_client, store_server
 from moe_ft.cluster.store_client import JobStore
-from moe_ft.cluster.store_wire import ANSWER_BYTES, GREETING_BYTES, HEADER_BYTES, PROOF_BYTES, Reply
+from moe_ft.cluster.store_wire import (
+    ANSWER_BYTES,
+    GREETING_BYTES,
+    HEADER_BYTES,
+    PROOF_BYTES,
+    StoreReply,
+)
 from moe_ft.errors import JobStoreError, RepairError
 from tests.unit.moe_ft.cluster.test_job_store import DEADLINE_S, TOKEN
 
@@ -240,7 +246,7 @@ def test_request_that_is_none_ends_only_its_own_connection(
     store: JobStore, address: Address
 ) -> None:
     wrong = JobStore(address, "a", TOKEN)
-    wrong._socket.sendall(wrong._outgoing.seal(Reply()))
+    wrong._socket.sendall(wrong._outgoing.seal(StoreReply()))
     with pytest.raises(JobStoreError):
         wrong.num_keys()
     assert store.num_keys() == 0

@@ -9,7 +9,7 @@ import pytest
 from moe_ft.cluster import job_store
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.member import Member, become_member
-from moe_ft.cluster.rounds import Rounds
+from moe_ft.cluster.rounds import Mark, Rounds
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.loop.listeners import EndedIteration, LoopState
 from moe_ft.loop.reports_training import ReportsTraining
@@ -47,10 +47,10 @@ def test_first_finished_iteration_is_reported_and_that_nothing_is_repaired(
     rounds = rounds_of(assignment)
     become_member(None, assignment)
     ReportsTraining(LoopState(), rank=1).after_iteration(ENDED)
-    assert not rounds.has_trained()
+    assert not rounds.has(Mark.FINISHED)
     listener = ReportsTraining(LoopState(), rank=0)
     listener.after_iteration(ENDED)
-    assert rounds.has_trained() and not rounds.are_in_place()
+    assert rounds.has(Mark.FINISHED) and rounds.has(Mark.NOT_IN_PLACE)
     become_member(None, Assignment(rank=0, local_rank=0, world_size=2, node="", meet=("gone", 1)))
     listener.after_iteration(ENDED)  # it asks nobody again
 
@@ -59,10 +59,10 @@ def test_job_whose_ranks_are_replaced_reports_it_elsewhere(assignment: Assignmen
     rounds, loop = rounds_of(assignment), LoopState()
     become_member(Member(assignment), assignment)
     ReportsTraining(loop, rank=0).after_iteration(ENDED)
-    assert not rounds.has_trained() and rounds.are_in_place()
+    assert not rounds.has(Mark.FINISHED) and not rounds.has(Mark.NOT_IN_PLACE)
     loop.no_repair = "--async-save"
     ReportsTraining(loop, rank=0).after_iteration(ENDED)
-    assert rounds.has_trained() and not rounds.are_in_place()
+    assert rounds.has(Mark.FINISHED) and rounds.has(Mark.NOT_IN_PLACE)
 
 
 def test_rank_without_an_agent_or_its_store_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
