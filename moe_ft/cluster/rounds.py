@@ -56,7 +56,7 @@ class Entry:
 
 
 class Mark(StrEnum):
-    """Facts that are noted of a round once and for all: in round 0 of the start, by rank 0 before it trains."""
+    """Facts that are noted of a round once and for all: round 0 is the start."""
 
     FINISHED = "finished"  # an iteration was finished in it
     ALL_MEMBERS = "all_members"  # all of its ranks know its members

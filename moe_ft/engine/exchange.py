@@ -35,10 +35,11 @@ def decode[Value](content: bytes, decoder: Decoder[Value] | msgspec.json.Decoder
         return decoder.decode(content)
     except (ValueError, RecursionError) as error:  # of deeply nested lists
         kind = getattr(decoder.type, "__name__", decoder.type)
-        raise _refusal(f"what is no {kind} ({error})") from error
+        raise refusal(f"what is no {kind} ({error})") from error
 
 
-def _refusal(what: str) -> ExchangeError:
+def refusal(what: str) -> ExchangeError:
+    """Return the error about something that a rank of this job would not have sent."""
     return ExchangeError(
         f"a rank has sent {what}: probably another process has connected in its place. Start the job again, "
         "in a network that only its nodes reach"
@@ -73,7 +74,7 @@ def _receive(group: Any, rank: int) -> bytes:
     first = _receive_part(group, rank, _FIRST_BYTES)
     size = int.from_bytes(first[:_SIZE_BYTES])
     if not 0 < size <= _MOST_BYTES:
-        raise _refusal(f"a message of {size} bytes")
+        raise refusal(f"a message of {size} bytes")
     content, num_more = first[_SIZE_BYTES:], _SIZE_BYTES + size - _FIRST_BYTES
     return content + _receive_part(group, rank, num_more) if num_more > 0 else content[:size]
 

@@ -48,6 +48,7 @@ from moe_ft.planning.opinions import (
 _DIGESTS = msgspec.json.Decoder(list[str])
 _DIFFERENCES = msgspec.json.Decoder(tuple[dict[int, tuple[int, int, int]], str])
 _SUMS = msgspec.msgpack.Decoder(list[int])
+_SUM_BYTES = 9  # of an encoded sum at most, and of the length of the list
 _MOST_CHARACTERS = 60  # of words on a place, that all ranks exchange
 
 
@@ -152,8 +153,10 @@ class _Checked:
             batches = self._batches.of_other(computer, owner)
             result = self._forward_backward(**{**self._given, "data_iterator": batches})
         self._trace.note_losses(result)
-        sums = msgspec.msgpack.encode(self._trace.values())
-        return exchange.decode(swap(sums, owner, computer), _SUMS)
+        values = self._trace.values()
+        most_bytes = _SUM_BYTES * (len(values) + 1)
+        swapped = swap(msgspec.msgpack.encode(values), owner, computer, most_bytes)
+        return exchange.decode(swapped, _SUMS)
 
     def find(self, passed: int | None) -> Finding:
         """Run until it is known who is wrong, if that can be known. Called by all ranks."""

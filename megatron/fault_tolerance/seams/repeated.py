@@ -30,12 +30,21 @@ from moe_ft.state.packed_values import pack, unpack
 from moe_ft.state.random_states import apply_rng, capture_rng, current_rng, restore_rng
 from moe_ft.state.tensors import buffer_places
 
+_SLACK_BYTES = 4096  # of texts, and of numbers whose encoding has no fixed size
 _TENSOR = 1  # code of what msgspec does not know
 _RECORD = msgspec.msgpack.Decoder(RecordTensor)
 
 
-def swap(content: bytes, to: int, source: int) -> bytes:
-    """Send bytes to a rank and return those of another one. Called by all ranks, in a ring."""
+def swap(content: bytes, to: int, source: int, most_bytes: int | None = None) -> bytes:
+    """Send bytes to a rank and return those of another one. Called by all ranks, in a ring.
+
+    Args:
+        most_bytes: that the other one may have; None: twice as many as this one. Ranks send each other what
+            is alike, and uneven micro-batches differ by a sample.
+
+    Raises:
+        ExchangeError: if it names more. No memory is taken for them.
+    """
     if to == dist.get_rank():
         return content
     device = dist.distributed_c10d._get_object_coll_device()
@@ -49,8 +58,11 @@ def swap(content: bytes, to: int, source: int) -> bytes:
     size = both(
         torch.tensor([len(content)], device=device), torch.zeros(1, dtype=torch.int64).to(device)
     )
+    most_bytes = 2 * len(content) + _SLACK_BYTES if most_bytes is None else most_bytes
+    if not 0 <= (num_bytes := int(size)) <= most_bytes:
+        raise exchange.refusal(f"{num_bytes} bytes where at most {most_bytes} are expected")
     own = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device)
-    other = both(own, torch.empty(int(size), dtype=torch.uint8, device=device))
+    other = both(own, torch.empty(num_bytes, dtype=torch.uint8, device=device))
     return other.cpu().numpy().tobytes()
 
 

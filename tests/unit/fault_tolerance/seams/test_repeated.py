@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from megatron.fault_tolerance.seams.repeated import Batches, decode, encode
-from moe_ft.errors import ConfigError
+from megatron.fault_tolerance.seams import repeated
+from megatron.fault_tolerance.seams.repeated import Batches, decode, encode, swap
+from moe_ft.errors import ConfigError, ExchangeError
 
 DTYPES = (torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.uint8, torch.float16)
 
@@ -44,3 +45,27 @@ def test_each_micro_batch_is_read_once_in_its_order() -> None:
     assert [next(one), next(one), next(one)] == [{"a": 1}, {"a": 2}, {"a": 3}]
     assert next(first, None) is None
     assert Batches(None).own() is None
+
+
+@pytest.mark.parametrize("named", [-1, 2 * 100 + 4096 + 1, 1 << 40])
+def test_peer_that_names_more_bytes_than_a_batch_can_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch, named: int
+) -> None:
+    class Work:
+        def wait(self) -> None: ...
+
+    def exchange(pair: list[tuple[str, torch.Tensor]]) -> list[Work]:
+        (_, _), (_, received) = pair
+        received.fill_(named)
+        return [Work()]
+
+    changes = {
+        "get_rank": lambda: 0,
+        "P2POp": lambda operation, tensor, rank: (operation, tensor),
+        "batch_isend_irecv": exchange,
+    }
+    for name, value in changes.items():
+        monkeypatch.setattr(repeated.dist, name, value)
+    monkeypatch.setattr(repeated.dist.distributed_c10d, "_get_object_coll_device", lambda: "cpu")
+    with pytest.raises(ExchangeError, match=f"a rank has sent {named} bytes where at most 4296"):
+        swap(bytes(100), 1, 1)
