@@ -291,7 +291,7 @@ def skip_the_tables_of_slots() -> None:
 @breakage("checked")
 def keep_the_random_numbers_of_another_replica() -> None:
     """Leave random numbers where a repeated pass has left them."""
-    from megatron.fault_tolerance.seams.repeated import Before
+    from megatron.fault_tolerance.seams.iteration_check import Before
     from moe_ft.state.random_states import capture_rng
 
     restore = Before.restore
@@ -307,7 +307,7 @@ def keep_the_random_numbers_of_another_replica() -> None:
 @breakage("checked")
 def keep_the_buffers_of_another_replica() -> None:
     """Count tokens twice: leave buffers as a repeated pass has left them."""
-    from megatron.fault_tolerance.seams.repeated import Before
+    from megatron.fault_tolerance.seams.iteration_check import Before
 
     restore = Before.restore
 

@@ -16,10 +16,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
-from megatron.fault_tolerance.custom.loop import CustomLoop, Position, RunFacts, copy_of_json
-from megatron.fault_tolerance.custom.settings import (
+from megatron.fault_tolerance.custom_loop import (
+    CustomLoop,
+    Position,
+    RunFacts,
     checked_config,
     checked_groups,
+    copy_of_json,
     megatron_settings,
 )
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
@@ -155,7 +158,7 @@ class Checkpointer:
         for chunk in model:
             self._opened.callback(chunk.register_forward_pre_hook(self._begin_forward).remove)
             self._opened.callback(chunk.register_forward_hook(self._watch_output).remove)
-        listeners.after_setup(self._built, self._training.iteration)
+        listeners.after_setup(self._built, self._training.position.iteration)
         parts = LoopParts(
             model=model,
             optimizer=optimizer,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from moe_ft.cluster import law
+from moe_ft.cluster.failures import Reported
 from moe_ft.cluster.membership import (
     Begin,
     Changed,
@@ -40,7 +41,6 @@ from moe_ft.cluster.membership import (
     WithoutSpare,
 )
 from moe_ft.cluster.options import KeepOptions
-from moe_ft.cluster.reported import Reported
 from moe_ft.cluster.roster import OVER, SAVE, NodeRoster, Order, of_node
 from moe_ft.cluster.rounds import Mark, Rounds
 from moe_ft.cluster.signed_store import SignedStore

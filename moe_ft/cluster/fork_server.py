@@ -15,7 +15,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,17 +27,19 @@ from moe_ft.cluster.forked_rank import (
     why_not_to_fork,
     without_driver,
 )
-from moe_ft.cluster.link import Pulse, exit_signal, period_s, wants_repair
-from moe_ft.cluster.member import Member, become_member
-from moe_ft.cluster.protocol import (
+from moe_ft.cluster.forks import (
     FORWARDED,
+    REQUEST,
     Answers,
     Ask,
     Ended,
     Fork,
-    receive_request,
+    Role,
+    receive,
     send,
 )
+from moe_ft.cluster.link import Pulse, exit_signal, period_s, wants_repair
+from moe_ft.cluster.member import Member, become_member
 from moe_ft.cluster.target import Target, is_found
 from moe_ft.processes import follow_parent, set_process_name
 from moe_ft.saying import say, silence_dependencies, warn
@@ -119,9 +120,6 @@ class _ForkedRank:
             self.member.link.retire()
 
 
-Role = Callable[[], None]
-
-
 class ForkServer:
     """Forks ranks and watches them. Single-threaded."""
 
@@ -174,7 +172,7 @@ class ForkServer:
 
     def _serve(self) -> None:
         """Do what the agent asks for."""
-        request = receive_request(self._connection)
+        request = receive(self._connection, REQUEST)
         if request is None:
             self._has_agent = False
         elif isinstance(request, Ask):

@@ -1,7 +1,11 @@
-"""Ranks of a node, as its agent has its fork server run them.
+"""Ranks of a node, as its agent has its fork server run them, and the messages between the two.
 
 The fork server (fork_server.py) is the agent's one child. It imports for seconds, and requests wait
 meanwhile. If it ends, its ranks end with it; if it does not answer, it is killed. Then it is started again.
+
+A message is one packet over a pair of sockets that no other process has. The agent asks for ranks, and has
+them get signals. The fork server answers when it has imported what ranks need, and when a rank has ended that
+it does not replace.
 """
 
 import os
@@ -15,19 +19,74 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+from msgspec.json import Decoder
 
 from moe_ft.cluster.assignment import Assignment
-from moe_ft.cluster.protocol import (
-    Ask,
-    Ended,
-    Fork,
-    Signal,
-    receive_answer,
-    send,
-    socket_pair,
-)
 from moe_ft.processes import follow_parent, is_stopped
 from moe_ft.saying import warn
+
+# Signals that ranks get too, if the agent gets them.
+FORWARDED = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2),
+)
+_MOST_BYTES = 1 << 16
+
+
+class Fork(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """Request to fork a rank.
+
+    Attributes:
+        number: of this request, by which both sides know the rank.
+        environment: variables that it has besides those of the fork server.
+    """
+
+    number: int
+    assignment: Assignment
+    environment: dict[str, str]
+
+
+class Signal(msgspec.Struct, tag=True, frozen=True):
+    """Request to send a signal to ranks, by the numbers of their requests."""
+
+    signal: int
+    numbers: tuple[int, ...]
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """Question whether the fork server still answers."""
+
+
+class Ended(msgspec.Struct, tag=True, frozen=True):
+    """End of a rank with the status that `wait` gives; also of one that could not be forked."""
+
+    number: int
+    status: int
+
+
+class Answers(msgspec.Struct, tag=True, frozen=True):
+    """Sign of life: after the imports, and whenever the agent asks."""
+
+
+REQUEST: Decoder[Fork | Signal | Ask] = Decoder(Fork | Signal | Ask)
+_ANSWER: Decoder[Ended | Answers] = Decoder(Ended | Answers)
+
+
+def socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Return the ends of the agent and of the fork server."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def send(connection: socket.socket, message: msgspec.Struct) -> None:
+    """Send a message; raises OSError if the other side has ended, or has not read for long."""
+    connection.send(msgspec.json.encode(message), socket.MSG_DONTWAIT)
+
+
+def receive[Message](connection: socket.socket, decoder: Decoder[Message]) -> Message | None:
+    """Return the next message; None if the other side has ended."""
+    found = connection.recv(_MOST_BYTES)
+    return decoder.decode(found) if found else None
+
 
 _ASK_EVERY_S = 1.0
 _ANSWER_S = 30.0
@@ -153,7 +212,7 @@ class Forks:
     def _take(self) -> None:
         assert self._connection is not None
         try:
-            answer = receive_answer(self._connection)
+            answer = receive(self._connection, _ANSWER)
         except OSError:
             answer = None
         if answer is None:

@@ -4,6 +4,7 @@ Agents and ranks connect to it. Each start of all ranks has keys of its own in i
 about repairs is rounds.py; who is let in, and how bytes travel, is store_server.py and store_client.py.
 """
 
+import os
 import signal
 import socket
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from moe_ft import addresses
+from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.cluster.store_client import JobStore
 from moe_ft.cluster.store_server import MAX_STRANGERS, StoreServer
@@ -78,6 +80,13 @@ def connect(environment: Mapping[str, str], token: str, deadline_s: float) -> Jo
     run = environment.get("TORCHELASTIC_RUN_ID", "")
     start = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return reach(address, run, token, start, deadline_s)
+
+
+def reach_own(assignment: Assignment, deadline_s: float) -> SignedStore:
+    """Return a further connection of a rank to the keys of its start, as `reach` does."""
+    run, token = os.environ.get("TORCHELASTIC_RUN_ID", ""), assignment.token
+    store = reach(assignment.meet, run, token, assignment.start, deadline_s)
+    return SignedStore(store, lambda: token)
 
 
 def reach(

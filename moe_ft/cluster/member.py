@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 import msgspec
 
 from moe_ft.cluster.assignment import Assignment
-from moe_ft.cluster.failure_notes import FailureNotes, left_out_by
+from moe_ft.cluster.failures import FailureNotes, left_out_by, report_failure
 from moe_ft.cluster.link import RankLink
 from moe_ft.cluster.membership import Stages
-from moe_ft.cluster.reported import report_failure
 from moe_ft.cluster.rounds import Entry, Mark, Rounds
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import RepairError, ReplacedError

@@ -43,7 +43,7 @@ class Entry:
         facts: for replacements, from ranks that know where the loop is.
         node: on which a rank of a lost node runs now; empty for others.
         lost_node: on which it ran before.
-        left_out: of replacements, failures whose iterations are left out (failure_notes.py).
+        left_out: of replacements, failures whose iterations are left out (failures.py).
     """
 
     rank: int

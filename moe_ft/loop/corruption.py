@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NoReturn
 
+from moe_ft.cluster.failures import report_failure
 from moe_ft.cluster.member import own_assignment
-from moe_ft.cluster.reported import report_failure
 from moe_ft.errors import CorruptionError
 from moe_ft.events import EventLog
 from moe_ft.loop.listeners import LoopState

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from moe_ft.cluster.failures import report_failure
 from moe_ft.cluster.member import own_assignment, retire_own
-from moe_ft.cluster.reported import report_failure
 from moe_ft.cluster.signed_store import SignedStore, StoreMeeting
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.errors import ConfigError, CorruptionError, UnrecoverableError

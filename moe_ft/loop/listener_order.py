@@ -13,9 +13,8 @@ from moe_ft.loop.hangs import Hangs
 from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.metrics import Metrics
-from moe_ft.loop.progress import Digests, ProgressListener
+from moe_ft.loop.progress import Digests, ProgressListener, ReportsTraining
 from moe_ft.loop.protects import Protects
-from moe_ft.loop.reports_training import ReportsTraining
 from moe_ft.loop.routers import Routers, SlotTables
 from moe_ft.loop.training_loop import TrainingLoop
 from moe_ft.loop.weight_check import WeightCheck

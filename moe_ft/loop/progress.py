@@ -6,15 +6,21 @@ The events are its start, its iterations and its end; a record that is overwritt
 import os
 import socket
 import time
-from typing import NoReturn
+from contextlib import closing, suppress
+from typing import NoReturn, override
 
 import psutil
 import torch
 import torch.distributed as dist
 
 import moe_ft
+from moe_ft.cluster import job_store
+from moe_ft.cluster.assignment import Assignment
+from moe_ft.cluster.member import own_assignment, own_member
+from moe_ft.cluster.rounds import Mark, Rounds
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.observability import ObservabilityConfig
+from moe_ft.errors import JobStoreError, RepairError
 from moe_ft.events import EventLog, last_incarnation, read_progress
 from moe_ft.faults import Phase
 from moe_ft.loop.corruption import Finding, accuse
@@ -31,6 +37,7 @@ from moe_ft.planning.time_shares import Spent, TimeShares, TimeSpent
 from moe_ft.saying import warn
 from moe_ft.state.digest import digest_state
 
+_REACH_S = 5.0  # for the job's store
 # Parts of an iteration that its event tells, each by the phases with which it begins and ends.
 _PARTS = {
     "forward": (Phase.FORWARD, Phase.BACKWARD),
@@ -106,7 +113,7 @@ class ProgressListener(LoopListener):
             state_dtype=dict(self._config.precision.packings),
             lossy=dict(self._config.precision.lossy_parts),
         )
-        # Nothing else is left out: see state_seam.py.
+        # Nothing else is left out: see `StateSeam`.
         is_printer = self._log.rank == fields["world_size"] - 1  # of Megatron's log lines
         if is_printer and iteration == self._unlogged and self._training.is_logged(iteration):
             self._log.write("left_out", iteration, what="log line")
@@ -214,6 +221,39 @@ class ProgressListener(LoopListener):
     def close(self) -> None:
         """Close the event log."""
         self._log.close()
+
+
+class ReportsTraining(LoopListener):
+    """Reports to the job's store that an iteration was finished, and that no rank is replaced in place.
+
+    The law counts restarts in a row without one. Where ranks are replaced, they report it when that becomes
+    possible: `Member.become_replaceable`. Once, on rank 0. Owned by the training thread.
+    """
+
+    def __init__(self, loop: LoopState, rank: int) -> None:
+        self._loop = loop
+        self._is_due = rank == 0
+
+    @override
+    def after_iteration(self, ended: EndedIteration) -> None:
+        is_due, self._is_due = self._is_due, False
+        assignment = own_assignment()
+        if is_due and assignment is not None and (own_member() is None or self._loop.no_repair):
+            # Without the store the job ends soon.
+            with suppress(RepairError, JobStoreError, OSError):
+                report_training(assignment)
+
+
+def report_training(assignment: Assignment) -> None:
+    """Report that the start trains, and that none of its ranks is replaced in place.
+
+    Raises:
+        RepairError, JobStoreError, OSError: if the job's store cannot be reached.
+    """
+    with closing(job_store.reach_own(assignment, _REACH_S)) as store:
+        rounds = Rounds(store, assignment.rank, assignment.world_size)
+        rounds.note(Mark.NOT_IN_PLACE)
+        rounds.begin_training()
 
 
 class Digests(LoopListener):

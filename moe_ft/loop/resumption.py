@@ -145,7 +145,7 @@ class Resumption:
         if self._replay is not None:
             # The data iterators begin with the batch that the replay reads first.
             training.set_data_position(self._replay.first_record.consumed_train_samples)
-        loop.iteration = training.iteration
+        loop.iteration = self._reached.iteration
 
     @property
     def grad_norm(self) -> float | None:
@@ -188,7 +188,7 @@ class Resumption:
         self._replay = None  # with all that was fetched for it
         self._training.resume(self._reached)
         loop.is_replaying, loop.phase = False, Phase.SETUP
-        loop.iteration = self._training.iteration
+        loop.iteration = self._reached.iteration
         return replay.num_iterations
 
     def restore_rng(self) -> None:

@@ -53,11 +53,6 @@ class TrainingLoop(ABC):
 
     @property
     @abstractmethod
-    def num_experts(self) -> int:
-        """Experts per MoE layer, over all ranks; 0 without experts."""
-
-    @property
-    @abstractmethod
     def train_iterations(self) -> int | None:
         """The iteration at which training is complete; None if nothing says it."""
 
@@ -65,11 +60,6 @@ class TrainingLoop(ABC):
     @abstractmethod
     def sequence_length(self) -> int:
         """Tokens of a sample."""
-
-    @property
-    @abstractmethod
-    def iteration(self) -> int:
-        """The iteration where the loop begins or continues."""
 
     @property
     def process_groups(self) -> Any:

@@ -73,14 +73,13 @@ class SimulatedLoop(TrainingLoop):
         consumed: the loop's counter of samples; where its data begin when they are built.
     """
 
-    num_experts = train_iterations = sequence_length = 0  # set for each
-    iteration = 0
+    train_iterations = sequence_length = 0  # set for each
 
     def __init__(self, world: World, training: Training, rank: int) -> None:
         shape, groups, process = training.shape, world.collectives, world.process
         self._training, self._rank, self._shape = training, rank, shape
         self._world, self.consumed = world, 0
-        self.num_experts, self.train_iterations = shape.experts, training.iterations
+        self.train_iterations = training.iterations
         everyone = groups.new_group(process, None, COLLECTIVE_TIMEOUT_S)
         stage = shape.ranks_of(shape.stage_of(rank))
         own = groups.new_group(process, stage, COLLECTIVE_TIMEOUT_S)
@@ -167,7 +166,7 @@ class SimulatedLoop(TrainingLoop):
 
     @override
     def resume(self, record: Counted) -> None:
-        self.iteration, self.consumed = record.iteration, record.consumed_train_samples
+        self.consumed = record.consumed_train_samples
 
     @override
     def set_data_position(self, consumed_samples: int) -> None:

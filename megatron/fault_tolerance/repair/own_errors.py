@@ -17,7 +17,7 @@ import torch
 
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
-from moe_ft.cluster.failure_notes import Consequence
+from moe_ft.cluster.failures import Consequence
 from moe_ft.cluster.member import Member
 from moe_ft.errors import InjectedFaultError, MoeFtError, SnapshotError
 from moe_ft.faults import Section

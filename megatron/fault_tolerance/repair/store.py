@@ -5,10 +5,10 @@ of moe_ft/cluster/store_client.py; its errors are torch's here.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import override
+from typing import Any, override
 
 import torch.distributed as dist
 
@@ -18,6 +18,25 @@ from moe_ft.errors import JobStoreError
 _ANSWER_S = 30.0  # for values that others write
 # gloo asks for the addresses of all ranks of a group at once then, and not twice for each.
 _VARIABLE = "GLOO_ENABLE_STORE_V2_API"
+
+
+@contextmanager
+def _as_torch() -> Iterator[None]:
+    """Raise DistNetworkError, as torch does, if the store does not answer."""
+    try:
+        yield
+    except JobStoreError as error:
+        raise dist.DistNetworkError(str(error)) from error
+
+
+def _asked(name: str) -> Callable[..., Any]:
+    """Return what asks the job's store by its function of a name."""
+
+    def ask(store: "TorchStore", *args: Any) -> Any:
+        with _as_torch():
+            return getattr(store._store, name)(*args)
+
+    return ask
 
 
 class TorchStore(dist.Store):
@@ -44,48 +63,21 @@ class TorchStore(dist.Store):
     # As torch calls them: bytes where its callers give texts.
 
     @override
-    def set(self, key: str, value: str | bytes) -> None:
-        with _as_torch():
-            self._store.set(key, value)
-
-    @override
     def get(self, key: str) -> bytes:
         limit: timedelta = min(self.timeout, timedelta(seconds=_ANSWER_S))  # type: ignore[attr-defined]
         return self._wait([key], limit)[0]
 
-    @override
-    def add(self, key: str, amount: int) -> int:
-        with _as_torch():
-            return self._store.add(key, amount)
-
-    def append(self, key: str, value: str | bytes) -> None:
-        """Add to the end of a value."""
-        with _as_torch():
-            self._store.append(key, value)
-
-    @override
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        with _as_torch():
-            return self._store.compare_set(key, expected, desired)
-
-    @override
-    def check(self, keys: Sequence[str]) -> bool:
-        with _as_torch():
-            return self._store.check(keys)
+    set: Any = _asked("set")
+    add: Any = _asked("add")
+    append = _asked("append")
+    compare_set: Any = _asked("compare_set")
+    check: Any = _asked("check")
+    delete_key: Any = _asked("delete_key")
+    num_keys: Any = _asked("num_keys")
 
     @override
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         self._wait(keys, timeout)
-
-    @override
-    def delete_key(self, key: str) -> bool:
-        with _as_torch():
-            return self._store.delete_key(key)
-
-    @override
-    def num_keys(self) -> int:
-        with _as_torch():
-            return self._store.num_keys()
 
     @override
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -101,12 +93,3 @@ class TorchStore(dist.Store):
         return True
 
     deleteKey, getNumKeys = delete_key, num_keys  # noqa: N815 torch's names of them, from C++
-
-
-@contextmanager
-def _as_torch() -> Iterator[None]:
-    """Raise DistNetworkError, as torch does, if the store does not answer."""
-    try:
-        yield
-    except JobStoreError as error:
-        raise dist.DistNetworkError(str(error)) from error

@@ -73,11 +73,6 @@ class MegatronLoop(CoreLoop):
 
     @property
     @override
-    def num_experts(self) -> int:
-        return int(get_args().num_experts or 0)
-
-    @property
-    @override
     def train_iterations(self) -> int | None:
         iterations: int | None = get_args().train_iters
         return iterations
@@ -86,11 +81,6 @@ class MegatronLoop(CoreLoop):
     @override
     def sequence_length(self) -> int:
         return int(get_args().seq_length)
-
-    @property
-    @override
-    def iteration(self) -> int:
-        return int(get_args().iteration)
 
     @property
     @override

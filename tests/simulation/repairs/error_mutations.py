@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from moe_ft.cluster import answers, reported
-from moe_ft.cluster.failure_notes import Consequence, FailureNotes
+from moe_ft.cluster import answers, failures
+from moe_ft.cluster.failures import Consequence, FailureNotes
 from moe_ft.cluster.membership import Job
 from moe_ft.cluster.rounds import Entry
 from tests.simulation.active import Patches
@@ -82,4 +82,4 @@ def nodes_that_compute_wrongly_are_spares(patches: Patches) -> None:
 @corrupt_mutation
 def reports_of_failures_unread(patches: Patches) -> None:
     """Nobody reads what ranks report of how they have failed."""
-    patches.set(reported.Reported, "new", lambda self: ())
+    patches.set(failures.Reported, "new", lambda self: ())

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from moe_ft.cluster import agent, fork_server, forks, observer
 from moe_ft.cluster.coordinator import Coordinator
+from moe_ft.cluster.forks import Fork
 from moe_ft.cluster.membership import Begin, Over, Save, Strike
 from moe_ft.cluster.options import KeepOptions
 from moe_ft.cluster.own_node import RENEWAL_BEATS
-from moe_ft.cluster.protocol import Fork
 from moe_ft.cluster.target import Target
 from tests.simulation.active import Patches, World, world
 from tests.simulation.kernel import Process, Waiting

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron.fault_tolerance.seams import repeated
-from megatron.fault_tolerance.seams.repeated import Batches, decode, encode, swap
+from megatron.fault_tolerance.seams import iteration_check
+from megatron.fault_tolerance.seams.iteration_check import Batches, decode, encode, swap
 from moe_ft.errors import ConfigError, ExchangeError
 
 DTYPES = (torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.uint8, torch.float16)
@@ -65,7 +65,9 @@ def test_peer_that_names_more_bytes_than_a_batch_can_have_is_refused(
         "batch_isend_irecv": exchange,
     }
     for name, value in changes.items():
-        monkeypatch.setattr(repeated.dist, name, value)
-    monkeypatch.setattr(repeated.dist.distributed_c10d, "_get_object_coll_device", lambda: "cpu")
+        monkeypatch.setattr(iteration_check.dist, name, value)
+    monkeypatch.setattr(
+        iteration_check.dist.distributed_c10d, "_get_object_coll_device", lambda: "cpu"
+    )
     with pytest.raises(ExchangeError, match=f"a rank has sent {named} bytes where at most 4296"):
         swap(bytes(100), 1, 1)

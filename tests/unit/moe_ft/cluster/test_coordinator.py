@@ -11,8 +11,8 @@ import pytest
 
 from moe_ft.cluster import law, roster
 from moe_ft.cluster.coordinator import policy_of
+from moe_ft.cluster.failures import Reported
 from moe_ft.cluster.options import KeepOptions
-from moe_ft.cluster.reported import Reported
 from moe_ft.cluster.roster import ARRIVED, Order, of_node
 from moe_ft.cluster.rounds import Mark, Rounds
 from moe_ft.cluster.target import Target

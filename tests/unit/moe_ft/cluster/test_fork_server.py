@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from moe_ft.cluster import fork_server, forked_rank, protocol
+from moe_ft.cluster import fork_server, forked_rank, forks
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.fork_server import ForkServer, import_modules
 from moe_ft.cluster.forked_rank import why_not_to_fork
@@ -102,17 +102,17 @@ def test_compiler_is_not_imported_where_there_is_no_gpu(
 
 def test_requests_and_answers_arrive_as_they_were_sent_and_an_end_is_noticed() -> None:
     given = Assignment(rank=1, local_rank=0, world_size=2, node="a", died_s=1.5, token="t")
-    agents, servers = protocol.socket_pair()
-    request = protocol.Fork(number=3, assignment=given, environment={"RANK": "1"})
-    for each in (request, protocol.Signal(15, (3, 4)), protocol.Ask()):
-        protocol.send(agents, each)
-        assert protocol.receive_request(servers) == each
-    protocol.send(servers, protocol.Ended(3, 9))
-    assert protocol.receive_answer(agents) == protocol.Ended(3, 9)
+    agents, servers = forks.socket_pair()
+    request = forks.Fork(number=3, assignment=given, environment={"RANK": "1"})
+    for each in (request, forks.Signal(15, (3, 4)), forks.Ask()):
+        forks.send(agents, each)
+        assert forks.receive(servers, forks.REQUEST) == each
+    forks.send(servers, forks.Ended(3, 9))
+    assert forks.receive(agents, forks._ANSWER) == forks.Ended(3, 9)
     servers.close()
-    assert protocol.receive_answer(agents) is None
+    assert forks.receive(agents, forks._ANSWER) is None
     with pytest.raises(OSError):
-        protocol.send(agents, protocol.Ask())
+        forks.send(agents, forks.Ask())
 
 
 # Dies or stops when it has armed its link, unless it replaces one that died or arguments say otherwise.

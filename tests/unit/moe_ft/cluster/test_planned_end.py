@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from moe_ft.cluster.planned_end import PlannedEnd
+from moe_ft.cluster.agent import PlannedEnd
 
 SAVING = ("train.py", "--exit-signal-handler", "--exit-signal", "SIGUSR1")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
+from moe_ft.loop.checkpoints import StateSeam
 from moe_ft.loop.listeners import LoopState
-from moe_ft.loop.state_seam import StateSeam
 from moe_ft.state.record import IterationFacts
 from tests.unit.fault_tolerance.loops import ended
 

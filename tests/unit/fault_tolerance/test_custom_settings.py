@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.fault_tolerance.custom.settings import checked_config, checked_groups
+from megatron.fault_tolerance.custom_loop import checked_config, checked_groups
 from megatron.fault_tolerance.seams.flag_classes import settings_of
 from moe_ft.config.flag_table import Kind
 from moe_ft.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.custom.loop import CustomLoop, Position, RunFacts, copy_of_json
+from megatron.fault_tolerance.custom_loop import CustomLoop, Position, RunFacts, copy_of_json
 from moe_ft.errors import ConfigError
 from moe_ft.loop.training_loop import LoopParts
 from tests.unit.moe_ft.builders import make_record

@@ -1,1 +1,0 @@
-"""Tests of fault_tolerance/custom."""
