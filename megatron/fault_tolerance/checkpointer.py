@@ -119,7 +119,8 @@ class Checkpointer:
         self._loop = self._listeners.loop
         self._seams = IterationSeams(self._listeners, self._note_step)
         self._train_iterations = run.train_iterations
-        self._stage, self._has_stepped = _CallStage.NEW, False
+        self._stage = _CallStage.NEW
+        self._has_stepped = False
         self._opened = ExitStack()
 
     def recover(self, replay: Replay | None = None) -> Position:

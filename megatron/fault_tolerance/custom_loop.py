@@ -25,7 +25,6 @@ from megatron.fault_tolerance.seams.flag_classes import settings_of
 from megatron.fault_tolerance.seams.refusals import SLOTS, check_refusals
 from megatron.fault_tolerance.seams.replay import CoreLoop
 from megatron.fault_tolerance.seams.settings import (
-    check_capacity_boost,
     check_event_log,
     check_state_dtype,
 )
@@ -133,10 +132,13 @@ class CustomLoop(CoreLoop):
 
     def __init__(self, run: RunFacts, settings: argparse.Namespace, groups: Any) -> None:
         """Describe a loop by its own facts and the result of `megatron_settings`."""
-        self._run, self._settings, self._groups = run, settings, groups
+        self._run = run
+        self._settings = settings
+        self._groups = groups
         self._record: IterationRecord | None = None
         self.position = Position(iteration=run.iteration, consumed_samples=run.consumed_samples)
-        self.first_iteration, self._num_microbatches = run.iteration, 1
+        self.first_iteration = run.iteration
+        self._num_microbatches = 1
 
     def end_iteration(self, position: Position, num_microbatches: int) -> None:
         """Take over what the loop says of the iteration that has just ended."""
@@ -320,7 +322,6 @@ def checked_config(
     model = ModelFacts(num_experts=megatron.num_experts, num_iterations=train_iterations)
     registry.check(config, model)
     check_refusals(argparse.Namespace(**vars(megatron), **as_arguments(config)))
-    check_capacity_boost(megatron, config)
     if config.strategy.is_on:
         check_state_dtype(megatron, config.precision)
     return config

@@ -54,7 +54,8 @@ class PlannedEnd:
         self._exit_signal = exit_signal(words)
         can_save = self._exit_signal is not None and grace_s > LEAVING_S
         self._save_by = self._exit_signal if can_save else signal.SIGTERM
-        self._grace_s, self._clock = grace_s, clock
+        self._grace_s = grace_s
+        self._clock = clock
         self._told_s: float | None = None
         self._next_s = 0.0
         self._has_said = self._has_ended = False
@@ -146,8 +147,10 @@ class Agent:
                 none in so many seconds.
             memory: of the ranks on this node; None if nothing is known about it.
         """
-        self._options, self._forks = options, forks
-        self._reach, self._store = reach, reach(_MEET_S)
+        self._options = options
+        self._forks = forks
+        self._reach = reach
+        self._store = reach(_MEET_S)
         self._period_s = poll_s(8 * options.num_nodes, PERIOD_S)
         self._store_name = f"the job's store on {options.meet[0]}"
         self._start = 0  # of all ranks, of which this node has some

@@ -130,7 +130,8 @@ class ForkServer:
             connection: to the agent.
             blamed: the imported module that has made it impossible to fork.
         """
-        self._target, self._connection = target, connection
+        self._target = target
+        self._connection = connection
         self._blamed = blamed or "an imported module"
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ, self._serve)

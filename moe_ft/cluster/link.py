@@ -107,7 +107,8 @@ class Heart:
         Args:
             limit_s: silence after which the fork server kills this process.
         """
-        self._link, self._limit_s = link, limit_s
+        self._link = link
+        self._limit_s = limit_s
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -139,7 +140,8 @@ class Pulse:
 
     def __init__(self, link: RankLink) -> None:
         self._link = link
-        self._beats, self._looked_s = link.beats, time.monotonic()
+        self._beats = link.beats
+        self._looked_s = time.monotonic()
         self._silent_s = 0.0
 
     def silent_s(self) -> float:

@@ -165,7 +165,8 @@ class Member:
 
     def __init__(self, assignment: Assignment) -> None:
         """Be in the start, without a connection."""
-        self.assignment, self.link = assignment, RankLink()
+        self.assignment = assignment
+        self.link = RankLink()
         self.round = 0
         is_alone = assignment.is_replacement
         self.standing = Standing.JOINING if is_alone else Standing.SURVIVOR

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from moe_ft.verdicts import Failure
 
+MOST_UNFINISHED = 3  # rounds, or smaller starts, in a row before an iteration is finished
 # [stage][group] the ranks that are lost together: peers can play them while another group of the stage lives.
 Stages = Sequence[Sequence[Sequence[int]]]
 WithoutSpare = Literal["end", "wait", "crowd", "reroute", "shrink"]

@@ -154,9 +154,9 @@ def read_options(words: Sequence[str], environment: Mapping[str, str]) -> KeepOp
     num_nodes = _number("nodes", most, 1)
     fewest = _number("nodes", least, 1) if is_range else 0
     if fewest > num_nodes:
-        _refuse(f"--nodes {nodes} must be MIN:N with MIN at most N. Correct it")
+        raise ConfigError(f"--nodes {nodes} must be MIN:N with MIN at most N. Correct it")
     if fewest and "--moe-ft-elastic" not in rest:
-        _refuse(
+        raise ConfigError(
             f"--nodes {nodes} needs ranks with --moe-ft-elastic: others have a fixed number of ranks. Add "
             "the flag, or give the number of nodes that train; spares need no range"
         )
@@ -218,9 +218,9 @@ def check_target(rest: Sequence[str]) -> None:
     if not rest or (rest[0].startswith("-") and (rest[0] != "-m" or len(rest) < 2)):
         given = f"{rest[0]} is no option and no script" if rest else "there is no script"
         meant = hint(rest[0], [f"--{name}" for name in HELP]) if rest else ""
-        _refuse(f"{given}.{meant} Write {USAGE}; --help lists the options")
+        raise ConfigError(f"{given}.{meant} Write {USAGE}; --help lists the options")
     if rest[0] != "-m" and not Path(rest[0]).is_file():
-        _refuse(f"{rest[0]} is no file. Give the path of the pretraining script: {USAGE}")
+        raise ConfigError(f"{rest[0]} is no file. Give the path of the pretraining script: {USAGE}")
 
 
 def _checked_target(rest: Sequence[str], preload: Sequence[str]) -> Target:
@@ -228,7 +228,7 @@ def _checked_target(rest: Sequence[str], preload: Sequence[str]) -> Target:
     target = Target(words=tuple(rest), preload=(*PRELOADED, *preload))
     for name in preload:
         if not target.finds(name):
-            _refuse(
+            raise ConfigError(
                 f"--preload={name} must name a module that Python finds from "
                 f"{target.first_path_of_imports} or PYTHONPATH. Correct the name, or leave the flag out: "
                 "ranks import what they need themselves"
@@ -244,7 +244,7 @@ def _refuse_ranks_of_torchrun(local: str, rest: Sequence[str], *, is_first: bool
     """Refuse to be one of several processes of a node, which is said once."""
     if not is_first:
         raise SystemExit(2)
-    _refuse(
+    raise ConfigError(
         f"torchrun has started {local} processes on this node (--nproc-per-node), and one forks all ranks of "
         "its node. Write: torchrun --nproc-per-node 1 ... -m moe_ft launch --ranks-per-node "
         f"{local} {' '.join(rest[:2])} ..."
@@ -263,11 +263,11 @@ def _meet(given: Mapping[str, str], nodes: str, by_torchrun: Mapping[str, str]) 
                 "torchrun keeps the port that it gives to the ranks: set "
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it starts"
             )
-        _refuse(f"--meet is missing, and --nodes {nodes} are to meet. {remedy}")
+        raise ConfigError(f"--meet is missing, and --nodes {nodes} are to meet. {remedy}")
     host, colon, port = meet.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")  # of an IPv6 address
     if not host or not colon or not 0 < _digits(port) < 1 << 16:
-        _refuse(
+        raise ConfigError(
             f"--meet {meet[:80]} must be HOST:PORT of the node that keeps the job's store, node 0 unless "
             "--store says otherwise, such as node1:29500, with a port up to 65535"
         )
@@ -284,11 +284,11 @@ def _own_number(
     number = given.get("number") or by_torchrun.get("GROUP_RANK")
     number = number or environment.get("SLURM_PROCID", "0" if is_alone else "")
     if not number:
-        _refuse(
+        raise ConfigError(
             "--number is missing, and SLURM_PROCID not set: number the nodes from 0; spares come last"
         )
     if is_alone and number != "0":
-        _refuse(
+        raise ConfigError(
             f"--number {number} needs --nodes and --meet: this is not the only node. Give both on all nodes, "
             "or start one process"
         )
@@ -298,7 +298,7 @@ def _own_number(
 def _store(given: Mapping[str, str], nodes: str, num_nodes: int) -> int:
     store = _number("store", given.get("store", "0"), 0)
     if 0 < store < num_nodes:
-        _refuse(
+        raise ConfigError(
             f"--store {store} is the number of a node that trains, of which --nodes {nodes} has 0 to "
             f"{num_nodes - 1}: if it is lost, its ranks cannot be replaced. Give a number from {num_nodes} "
             "on, of a machine that runs nothing else of the job, or leave the option out: node 0 keeps the "
@@ -311,7 +311,7 @@ def _token(environment: Mapping[str, str], meet: tuple[str, int], start: str) ->
     """Return the token of a start of agents, which all nodes make of the job's secret."""
     secret = environment.get(TOKEN, "")
     if len(secret) < _FEWEST_BYTES:
-        _refuse(
+        raise ConfigError(
             f"the environment variable {TOKEN} must be the same on all nodes, secret, and have at least "
             f"{_FEWEST_BYTES} characters: others who reach {meet[0]}:{meet[1]} do not know it. Set it to the "
             "output of `openssl rand -hex 16`"
@@ -321,7 +321,7 @@ def _token(environment: Mapping[str, str], meet: tuple[str, int], start: str) ->
 
 def _number(name: str, value: str, least: int) -> int:
     if _digits(value) < least:
-        _refuse(
+        raise ConfigError(
             f"--{name} {value[:20]} must be a whole number, at least {least} and below 10^9. Correct it"
         )
     return int(value)
@@ -330,7 +330,3 @@ def _number(name: str, value: str, least: int) -> int:
 def _digits(text: str) -> int:
     """Return a number that a text is in at most nine digits, -1 if it is none."""
     return int(text) if text.isdecimal() and len(text) < 10 else -1
-
-
-def _refuse(problem: str) -> NoReturn:
-    raise ConfigError(problem)

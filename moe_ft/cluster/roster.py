@@ -152,7 +152,9 @@ class NodeRoster:
         """
         self.lost_s = 0.0
         self._kernel_silence_s = kernel_silence_s
-        self._store, self._lost_after_s, self._num_arrived = store, lost_after_s, 0
+        self._store = store
+        self._lost_after_s = lost_after_s
+        self._num_arrived = 0
         self._heard: dict[str, _Heard] = {}
         self._arrived = set[str]()  # ids of all that ever were: each is a node once
         self._looked_s = time.monotonic()

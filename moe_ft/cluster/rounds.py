@@ -22,8 +22,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from moe_ft.cluster.answers import MOST_UNFINISHED
-from moe_ft.cluster.membership import Stages
+from moe_ft.cluster.membership import MOST_UNFINISHED, Stages
 from moe_ft.cluster.signed_store import SignedStore, poll_s
 from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.files.progress import awaiting_others, note_progress

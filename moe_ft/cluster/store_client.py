@@ -58,7 +58,8 @@ class JobStore:
             RepairError: if the store is that of another job or start.
             OSError: if it does not answer.
         """
-        self._where, self._prefix = "{}:{}".format(*address), prefix and f"{prefix}/"
+        self._where = "{}:{}".format(*address)
+        self._prefix = prefix and f"{prefix}/"
         self._lock = threading.Lock()
         for number in range(_NUM_PROOFS):
             try:

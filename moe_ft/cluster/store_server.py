@@ -49,7 +49,8 @@ class StoreServer:
             token: secret of the start.
             run: name of the job's run, by which clients know another job's store.
         """
-        self.token, self.run = token.encode(), run
+        self.token = token.encode()
+        self.run = run
         self.values: dict[str, bytes] = {}
         self._waiting: defaultdict[str, set[_Client]] = defaultdict(set)
         self._strangers: dict[_Client, float] = {}  # since when they are there, the oldest first
@@ -133,7 +134,8 @@ class _Client(asyncio.Protocol):
     """One connection: a stranger until its proof, and then a client with one request at a time."""
 
     def __init__(self, server: StoreServer, loop: asyncio.AbstractEventLoop) -> None:
-        self._server, self._loop = server, loop
+        self._server = server
+        self._loop = loop
         self._buffer = bytearray()
         self._greeted = greeting(server.run)
         self._incoming: Seal | None = None  # once it has proven itself

@@ -92,7 +92,8 @@ class Seal:
     """Codes of the messages of one direction, in their order. Owned by one thread at a time."""
 
     def __init__(self, token: bytes, role: bytes, greeted: bytes, nonce: bytes) -> None:
-        self._key, self._number = proof(token, b"key " + role, greeted, nonce), 0
+        self._key = proof(token, b"key " + role, greeted, nonce)
+        self._number = 0
 
     def seal(self, message: StoreRequest | StoreReply) -> bytes:
         """Return a message as it is sent."""

@@ -67,8 +67,10 @@ class StateSeam:
             count_tokens: returns ``[expert]`` the tokens on this rank by MoE layer.
             wait: called when the loop uses a state before `act` gets it.
         """
-        self._training, self._loop = training, loop
-        self._act, self._count_tokens = act, count_tokens
+        self._training = training
+        self._loop = loop
+        self._act = act
+        self._count_tokens = count_tokens
         self._wait = wait
         self._num_operations = training.num_operations_so_far()
         self._postponed: EndedIteration | None = None  # the engine has not acted on its state yet
@@ -151,8 +153,12 @@ class Checkpoints(LoopListener):
         routers: Routers,
         breakpoint_writer: BreakpointWriter,
     ) -> None:
-        self._config, self._training, self._loop = config, training, loop
-        self.log, self._faults, self._routers = event_log, faults, routers
+        self._config = config
+        self._training = training
+        self._loop = loop
+        self.log = event_log
+        self._faults = faults
+        self._routers = routers
         self._breakpoint_writer = breakpoint_writer
         self._breakpoints: Breakpoints | None = None
         self._began_with = ""
@@ -442,7 +448,9 @@ class PipelineLog(LoopListener):
     """
 
     def __init__(self, checkpoints: Checkpoints, training: TrainingLoop, loop: LoopState) -> None:
-        self._checkpoints, self._training, self._loop = checkpoints, training, loop
+        self._checkpoints = checkpoints
+        self._training = training
+        self._loop = loop
         self._log: BoundaryLog | None = None
         self._tap = ExitStack()
 

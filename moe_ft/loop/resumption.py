@@ -44,9 +44,12 @@ class Replay:
             borders: answer for the other stages, if only some replay.
             meet_before: called with each iteration before it is run again; may call collectives of the job.
         """
-        self._conversion, self._parameters = conversion, list(parameters)
-        self._borders, self._meet_before = borders, meet_before
-        self._training, self._note = training, note
+        self._conversion = conversion
+        self._parameters = list(parameters)
+        self._borders = borders
+        self._meet_before = meet_before
+        self._training = training
+        self._note = note
 
     @property
     def first_record(self) -> IterationRecord:
@@ -132,7 +135,9 @@ class Resumption:
         """
         record, window = running.outcome.record, running.take_replay()
         assert record is not None
-        self._training, self._loop, self._running = training, loop, running
+        self._training = training
+        self._loop = loop
+        self._running = running
         self._replay: Replay | None = None
         if window is not None:
             parameters, meet_before = running.met.live.parameters, running.meet_before

@@ -1,7 +1,7 @@
 """Protection of a run: what is kept where, and what the loss of a rank or a node, or a time limit, costs it.
 
 Facts in, words out: loop/protects.py gathers the facts of a start and prints the lines. The answers to losses
-are those of cluster/answers.py and of docs/when_something_dies.md.
+are those of cluster/law.py and of docs/when_something_dies.md.
 """
 
 import shlex
@@ -34,7 +34,7 @@ class Launcher(StrEnum):
 
 
 class LossAnswer(StrEnum):
-    """Answer to a loss: see `cluster.answers.Answer`."""
+    """Answer to a loss: see `cluster.law.SlotAnswer`."""
 
     REPAIR = "repair"
     RESTART = "restart"

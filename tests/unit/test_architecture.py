@@ -72,7 +72,7 @@ PURE = (
     "moe_ft.planning",
     "moe_ft.strategies",
     "moe_ft.simulate",
-    *(f"moe_ft.cluster.{name}" for name in ("answers", "law", "membership")),
+    *(f"moe_ft.cluster.{name}" for name in ("law", "membership")),
     *(f"moe_ft.{name}" for name in BASE),
 )
 NO_MEGATRON_TRAINING = ("moe_ft",)

@@ -9,7 +9,7 @@ from typing import get_args
 
 import pytest
 
-from moe_ft.cluster.answers import answer
+from moe_ft.cluster.law import answer_to
 from moe_ft.cluster.membership import Job, Node, Policy, RankReports, Shape, WithoutSpare
 from moe_ft.planning.protection import Launcher, LossAnswer, Starter, block_of
 from tests.unit.moe_ft.planning.test_protection import protection_of
@@ -74,7 +74,7 @@ def test_block_of_a_start_promises_what_the_law_answers_to_a_lost_node(
                 reports=RankReports(trained=True, stages=(((0,), (1,)),)),
             )
             lost = Node(id="b", name="b", number=1)
-            found = answer(job, [lost], frozenset([1]))
+            found = answer_to(job, [lost], frozenset([1]))
             promised = line.partition("without one ")[2] or line if not has_spare else ""
             how = {
                 "repair": LossAnswer.REPAIR,

@@ -49,7 +49,8 @@ class Degradation:
             late: puts gradients of weights off in iterations of the executor; None: they are not.
             is_whole: whether one peer plays all of a role, bit for bit, or peers share it, which is faster.
         """
-        self._late, self._is_whole = late, is_whole
+        self._late = late
+        self._is_whole = is_whole
         self._batches = CellBatches(data_sets)
         self.deputies = Deputies()
         self.chosen: Mapping[int, int] = {}

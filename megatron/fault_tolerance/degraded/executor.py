@@ -70,8 +70,12 @@ class Executor:
                 another order, and each peer draws random numbers of its own for the role.
         """
         (chunk,) = model
-        self._place, self._dead, self._batches = place, frozenset(dead), batches
-        self._groups, self._late, self._is_whole = groups, late, is_whole
+        self._place = place
+        self._dead = frozenset(dead)
+        self._batches = batches
+        self._groups = groups
+        self._late = late
+        self._is_whole = is_whole
         self._pipeline, self._stage = place.role
         self._is_last = self._stage == place.layout.num_stages - 1
         self.randomness = RoleRandomness(self._pipeline, is_whole=is_whole)
@@ -269,7 +273,10 @@ class Mail:
             for (sender, receiver), order in schedule.messages().items()
             if receiver == place.role
         }
-        self._place, self._shape, self._dtype, self._group = place, shape, dtype, group
+        self._place = place
+        self._shape = shape
+        self._dtype = dtype
+        self._group = group
         self._arrived: dict[Operation, torch.Tensor] = {}
         self._sent: list[tuple[torch.Tensor, Any]] = []
 

@@ -71,7 +71,8 @@ class LiveGroups:
             recording: a context in which each group is made.
             connect_s: for members to connect; None for as long as an operation may take.
         """
-        self._recording, self._connect_s = recording, connect_s
+        self._recording = recording
+        self._connect_s = connect_s
         self._answers: dict[str, Callable[..., object]] = {
             "all_reduce": self._all_reduce,
             "reduce_scatter_tensor": self._reduce_scatter,
@@ -80,7 +81,9 @@ class LiveGroups:
             "broadcast": self._broadcast,
             "barrier": self._barrier,
         }
-        self._dead, self._deputies, self._name = dead, deputies, name
+        self._dead = dead
+        self._deputies = deputies
+        self._name = name
         self.idle = deputies.keys() - dead
         self._known: torch.Tensor | None = None
         self._num_made = 0  # for agreements

@@ -2,11 +2,11 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from megatron.fault_tolerance.seams.refusals import SLOTS
+from megatron.fault_tolerance.seams.refusals import refused_flag_with, refused_with
 from megatron.fault_tolerance.seams.settings import config_from_arguments
-from moe_ft.command_lines import as_flag
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule
 from moe_ft.elastic.slot_layer import with_slots
@@ -23,27 +23,11 @@ def num_ranks(args: argparse.Namespace) -> int:
     return int(args.world_size // args.pipeline_model_parallel_size)
 
 
-def _refused(
-    is_used: Callable[[Any], Any],
-    problem: str,
-    reason: str,
-    remedy: str = "Leave one of the two out",
-    **options: Any,
-) -> Rule:
-    return Rule(
-        "moe_ft_expert_slots",
-        SLOTS,
-        lambda args: args.moe_ft_expert_slots > 0 and bool(is_used(args)),
-        reason,
-        remedy,
-        problem=problem,
-        **options,
-    )
+_refused = partial(refused_with, "expert_slots")
 
 
 def _refused_flag(dest: str, reason: str = _UNTESTED, flag: str = "") -> Rule:
-    flag = flag or as_flag(dest)
-    return _refused(lambda args: getattr(args, dest, None), f"cannot be used with {flag}", reason)
+    return refused_flag_with("expert_slots", dest, reason, flag)
 
 
 def _num_slots(args: argparse.Namespace) -> int:

@@ -223,7 +223,9 @@ class _Ranks:
     ) -> None:
         self.numbers: list[int] = []
         self.is_divided = all(each.is_sharded for each in parameters)
-        self._config, self._optimizer, self._parameters = config, optimizer, parameters
+        self._config = config
+        self._optimizer = optimizer
+        self._parameters = parameters
         self._world = world
         self._ep_ranks = next(ranks for ranks in world.ranks["ep"] if world.rank in ranks)
         self._num_local = len({each.unit.expert for each in parameters if each.unit.expert >= 0})

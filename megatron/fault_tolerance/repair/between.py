@@ -53,7 +53,9 @@ class BetweenIterations:
         self._watcher = watcher
         self._member = member
         self._links = links
-        self._wait_for_all, self._notice, self._repair = wait_for_all, notice, repair
+        self._wait_for_all = wait_for_all
+        self._notice = notice
+        self._repair = repair
         self._data_sets = data_sets
         self._is_training = self._leaves_out_log = False
 
@@ -152,7 +154,8 @@ class _Evaluating(_Loop):
 
     def __init__(self, model: Sequence[Any], config: Any) -> None:
         super().__init__()
-        self._model, self._config = model, config
+        self._model = model
+        self._config = config
         self._mode = get_rerun_state_machine().get_mode()
 
     @override

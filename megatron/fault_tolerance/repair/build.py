@@ -34,7 +34,8 @@ class Joining:
     """A replacement until its first iteration. Owned by the training thread."""
 
     def __init__(self, member: Member, recipes: Recipes) -> None:
-        self._member, self._recipes = member, recipes
+        self._member = member
+        self._recipes = recipes
         self._groups = Layers()
         self._gather: Function | None = None
         self._gathers_weights = False  # as the others do, with --overlap-param-gather

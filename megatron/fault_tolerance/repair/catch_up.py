@@ -8,7 +8,8 @@ loop still waits for its result. Megatron's own `train_step` returns it, from wh
 returned and from the norm in the record.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,11 @@ import torch
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.training import get_args
 
+from megatron.fault_tolerance.degraded.degradation import Degradation
 from megatron.fault_tolerance.repair.between import SkippedEvaluations
+from megatron.fault_tolerance.repair.build import Joining
 from megatron.fault_tolerance.repair.links import Links
+from megatron.fault_tolerance.repair.swap import Groups
 from megatron.fault_tolerance.repair.watcher import Watcher
 from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.iteration_check import KnownResult
@@ -30,7 +34,7 @@ from megatron.fault_tolerance.seams.megatron_loop import (
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.stack import Function, loop_functions
 from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
-from moe_ft.cluster.member import LoopPosition
+from moe_ft.cluster.member import LoopPosition, Member
 from moe_ft.errors import ConfigError, RepairError, UnrecoverableError
 from moe_ft.loop.listeners import Built, Listeners, LoopState
 from moe_ft.loop.training_loop import LoopParts
@@ -55,6 +59,22 @@ NEEDING_MORE = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repaired:
+    """One rank that is repaired: objects of a whole start, owned by the training thread."""
+
+    member: Member
+    store: Any  # of the job
+    listeners: Listeners
+    joining: Joining | None  # None in the first process of a rank
+    watcher: Watcher
+    links: Links
+    groups: Groups
+    data_sets: DataSets
+    evaluations: SkippedEvaluations
+    degradation: Degradation | None  # None if no role of a dead rank is ever played
+
+
 class Step:
     """A call of `train_step` by Megatron's loop, to be made again for any iteration.
 
@@ -70,8 +90,11 @@ class Step:
         loop: LoopState,
     ) -> None:
         forward_step, data_iterator, model, optimizer, scheduler, config, forward_backward = args
-        self._original, self._kwargs, self._loop = original, kwargs, loop
-        self._scheduler, self._forward_backward = scheduler, forward_backward
+        self._original = original
+        self._kwargs = kwargs
+        self._loop = loop
+        self._scheduler = scheduler
+        self._forward_backward = forward_backward
         self.parts = LoopParts(
             forward_step=forward_step,
             data_iterator=data_iterator,
@@ -141,8 +164,7 @@ class Step:
 
 
 def recover(
-    listeners: Listeners,
-    data_sets: DataSets,
+    rank: Repaired,
     built: Built,
     parts: LoopParts,
     positions: Sequence[LoopPosition],
@@ -157,7 +179,7 @@ def recover(
     Raises:
         RepairError: if there is no state, or it cannot be taken up.
     """
-    args = get_args()
+    args, listeners = get_args(), rank.listeners
     most = most_iteration(positions, args)
     if not may_keep:
         most = min(each.iteration for each in positions)
@@ -171,7 +193,7 @@ def recover(
         if isinstance(error, UnrecoverableError):
             what = "a repair found no state to continue from"
         raise RepairError(f"{what}: {error}") from error
-    data_sets.renew_training(parts.data_iterator)
+    rank.data_sets.renew_training(parts.data_iterator)
     listeners.begin_training(parts)
     return int(args.iteration)
 
@@ -188,83 +210,69 @@ def most_iteration(positions: Sequence[LoopPosition], args: Any) -> int:
     return min(iterations) + (len(iterations) == 1 and is_kept and not is_returned)
 
 
-def catch_up(
-    step: Step,
-    first: int,
-    last: int,
-    survivors: LoopPosition,
-    *,
-    listeners: Listeners,
-    watcher: Watcher,
-    links: Links,
-    evaluations: SkippedEvaluations,
-    data_sets: DataSets,
-    left_out: Collection[int],
-) -> Any:
+def catch_up(rank: Repaired, step: Step, first: int, last: int, survivors: LoopPosition) -> Any:
     """Return the result of the broken iteration. Called by all ranks.
 
     Args:
         first: the iteration that runs next; the one after the broken one if its state was recovered.
         last: the one that was broken off.
-        left_out: iterations whose batches nobody reads, since a rank has failed with them.
 
     Raises:
         RepairError: if the state or the result of an iteration cannot be the same as without the death.
     """
-    with watcher.inside():
-        listeners.replay_if_due(step.parts.forward_backward)
-        links.check()
+    left_out = rank.member.left_out
+    with rank.watcher.inside():
+        rank.listeners.replay_if_due(step.parts.forward_backward)
+        rank.links.check()
     if first > last:
         set_counters(get_args(), survivors)  # the loop has not counted the iteration yet
         begin_iteration(get_args(), last)
-        with watcher.inside():
-            return step.answer(last, listeners.loop.grad_norm)
+        with rank.watcher.inside():
+            return step.answer(last, rank.listeners.loop.grad_norm)
     for iteration in range(first, last):
         if iteration in left_out:
-            _pass_over(step, iteration, listeners, data_sets)
+            _pass_over(rank, step, iteration)
             get_args().consumed_train_samples += samples_of_iteration(get_args())
-            evaluations.skip(get_args(), iteration + 1)
+            rank.evaluations.skip(get_args(), iteration + 1)
         else:
-            _run_and_count(step, iteration, watcher, evaluations)
+            _run_and_count(rank, step, iteration)
     if last not in left_out:
-        return _run(step, last, watcher)
-    _pass_over(step, last, listeners, data_sets)
-    with watcher.inside():
+        return _run(rank, step, last)
+    _pass_over(rank, step, last)
+    with rank.watcher.inside():
         return step.leave_out(last)
 
 
-def _pass_over(step: Step, iteration: int, listeners: Listeners, data_sets: DataSets) -> None:
+def _pass_over(rank: Repaired, step: Step, iteration: int) -> None:
     """Leave an iteration out, and have the data continue after it; the loop has yet to count it."""
     args = get_args()
     clear_metrics()
     begin_iteration(args, iteration)
-    listeners.leave_out(iteration)
+    rank.listeners.leave_out(iteration)
     num_samples = samples_of_iteration(args)
     args.skipped_train_samples += num_samples
-    data_sets.renew_training(step.parts.data_iterator, num_samples)
+    rank.data_sets.renew_training(step.parts.data_iterator, num_samples)
 
 
-def _run_and_count(
-    step: Step, iteration: int, watcher: Watcher, evaluations: SkippedEvaluations
-) -> None:
+def _run_and_count(rank: Repaired, step: Step, iteration: int) -> None:
     """Do what the loop has done with an iteration: skip it, or run it and leave out its evaluation."""
     args = get_args()
     if iteration + 1 in args.iterations_to_skip:
         clear_metrics()
         begin_iteration(args, iteration)
-        with watcher.inside():
+        with rank.watcher.inside():
             loop_functions().dummy_train_step(step.parts.data_iterator)
         count_iteration(args, is_skipped=True)
         return
-    _run(step, iteration, watcher)
+    _run(rank, step, iteration)
     count_iteration(args)
-    evaluations.skip(args, iteration + 1)
+    rank.evaluations.skip(args, iteration + 1)
 
 
-def _run(step: Step, iteration: int, watcher: Watcher) -> Any:
+def _run(rank: Repaired, step: Step, iteration: int) -> Any:
     clear_metrics()
     begin_iteration(get_args(), iteration)
-    with watcher.inside():
+    with rank.watcher.inside():
         return step.run(iteration)
 
 

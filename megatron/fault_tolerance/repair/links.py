@@ -77,7 +77,8 @@ class Links:
 
     def __init__(self, member: Member, transports: Sequence[GroupTransport]) -> None:
         """Begin without links; transports whose ends raise in all that waits come first."""
-        self._member, self.transports = member, transports
+        self._member = member
+        self.transports = transports
         self._lock = threading.Lock()
         self._made: list[dict[Any, Any]] = [{} for _ in transports]
         self._is_open = True

@@ -15,26 +15,21 @@ import gc
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from megatron.training import get_args, get_timers
 
-from megatron.fault_tolerance.degraded.degradation import Degradation
-from megatron.fault_tolerance.repair.between import SkippedEvaluations
-from megatron.fault_tolerance.repair.build import Joining
-from megatron.fault_tolerance.repair.catch_up import Step, catch_up, recover
+from megatron.fault_tolerance.repair.catch_up import Repaired, Step, catch_up, recover
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.own_errors import num_batches_left_out
 from megatron.fault_tolerance.repair.renewals import renew
-from megatron.fault_tolerance.repair.swap import CONNECT_S, Groups, connecting, swap
-from megatron.fault_tolerance.repair.watcher import STUCK_S, Watcher, ending_after
-from megatron.fault_tolerance.seams.data_sets import DataSets
+from megatron.fault_tolerance.repair.swap import CONNECT_S, connecting, swap
+from megatron.fault_tolerance.repair.watcher import STUCK_S, ending_after
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.reruns import begin_reruns_again
-from moe_ft.cluster.member import Member, Round, Standing
+from moe_ft.cluster.member import Round, Standing
 from moe_ft.errors import RepairError
 from moe_ft.loop.listeners import Built, Listeners, Repair
 from moe_ft.loop.training_loop import LoopParts
@@ -43,22 +38,6 @@ from moe_ft.state.tensors import all_optimizers
 
 _REPAIR_S = 600.0  # without progress, until training runs again
 _LOOP_TIMER = "interval-time"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Repaired:
-    """One rank that is repaired: objects of a whole start, owned by the training thread."""
-
-    member: Member
-    store: Any  # of the job
-    listeners: Listeners
-    joining: Joining | None  # None in the first process of a rank
-    watcher: Watcher
-    links: Links
-    groups: Groups
-    data_sets: DataSets
-    evaluations: SkippedEvaluations
-    degradation: Degradation | None  # None if no role of a dead rank is ever played
 
 
 class Phases:
@@ -147,23 +126,9 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
         ):  # no abort reaches who makes a communicator with a rank that has died
             # The result of an iteration lacks what a dead rank has kept. One that is left out has none.
             may_keep = not (met.absent or iteration in rank.member.left_out)
-            positions, parts = met.positions, step.parts
-            first = recover(
-                rank.listeners, rank.data_sets, built, parts, positions, may_keep=may_keep
-            )
+            first = recover(rank, built, step.parts, met.positions, may_keep=may_keep)
         phases.end("recover")
-    result = catch_up(
-        step,
-        first,
-        iteration,
-        met.survivors_position,
-        listeners=rank.listeners,
-        watcher=rank.watcher,
-        links=rank.links,
-        evaluations=rank.evaluations,
-        data_sets=rank.data_sets,
-        left_out=rank.member.left_out,
-    )
+    result = catch_up(rank, step, first, iteration, met.survivors_position)
     rank.groups.set_timeout(timedelta(seconds=timeout_of_groups_s(get_args())))
     phases.end("catch_up")
     rank.member.finish()

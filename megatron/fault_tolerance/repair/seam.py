@@ -23,13 +23,13 @@ from megatron.fault_tolerance.degraded.degradation import Degradation
 from megatron.fault_tolerance.degraded.roles import stages_of_job
 from megatron.fault_tolerance.repair.between import BetweenIterations, SkippedEvaluations
 from megatron.fault_tolerance.repair.build import Gathered, Joining
-from megatron.fault_tolerance.repair.catch_up import Step, position_of, set_counters
+from megatron.fault_tolerance.repair.catch_up import Repaired, Step, position_of, set_counters
 from megatron.fault_tolerance.repair.crowding import Crowding
 from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.links import GroupTransport, Links
 from megatron.fault_tolerance.repair.nccl import Nccl, set_variables
 from megatron.fault_tolerance.repair.own_errors import OwnErrors, num_batches_left_out
-from megatron.fault_tolerance.repair.round import Phases, Repaired, repair
+from megatron.fault_tolerance.repair.round import Phases, repair
 from megatron.fault_tolerance.repair.rules import (
     answer_to_lost_nodes,
     checked_heartbeat_s,
@@ -67,7 +67,9 @@ class EndBarrier:
 
     def __init__(self, links: Links, recipes: Recipes, *, plays_roles: bool = False) -> None:
         """Have the group of all ranks; with `plays_roles` some of them may be absent later."""
-        self._links, self._recipes, self._plays_roles = links, recipes, plays_roles
+        self._links = links
+        self._recipes = recipes
+        self._plays_roles = plays_roles
         # This rank waits in each, in this order. None is the group of all ranks.
         self._groups: list[Any] = [None]
 
@@ -152,7 +154,8 @@ class RepairSeam:
             evaluations=SkippedEvaluations(),
             degradation=Degradation(data_sets) if plays_roles else None,
         )
-        self._heart, self._recipes = heart, recipes
+        self._heart = heart
+        self._recipes = recipes
         report = partial(_tell_of_replaced, member, listeners)
         own = OwnErrors(member, links, listeners.loop, report, _may_leave_out)
         self._deaths = Deaths(member, watcher, links, own)

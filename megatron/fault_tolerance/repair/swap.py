@@ -135,7 +135,8 @@ class Groups:
     """The groups that exist when the model is built, on one rank. Owned by the training thread."""
 
     def __init__(self, transports: Sequence[GroupTransport], recipes: Recipes) -> None:
-        self._transports, self._recipes = transports, recipes
+        self._transports = transports
+        self._recipes = recipes
         self._groups: list[tuple[int, Any, Recipe]] = []
         self._left_out: set[Any] = set()  # groups without a backend in this round
         self._rank = 0

@@ -43,7 +43,9 @@ class Watcher:
     """
 
     def __init__(self, rounds: Rounds, links: Links, member: Member) -> None:
-        self._rounds, self._links, self._member = rounds, links, member
+        self._rounds = rounds
+        self._links = links
+        self._member = member
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="moe_ft-repair", daemon=True)
         self._noticed_s: dict[int, float] = {}

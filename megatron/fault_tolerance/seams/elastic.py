@@ -11,21 +11,23 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron.fault_tolerance.seams.refusals import check_refusals
+from megatron.fault_tolerance.seams.refusals import (
+    check_refusals,
+    refused_flag_with,
+    refused_with,
+)
 from megatron.fault_tolerance.seams.settings import checked_config
 from megatron.fault_tolerance.seams.uneven_batches import allow_uneven_batches
 from moe_ft.cluster import job_store
 from moe_ft.cluster.member import own_member
 from moe_ft.cluster.store_client import JobStore
-from moe_ft.command_lines import as_flag
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule
 from moe_ft.errors import ConfigError, PlanError, RepairError
@@ -43,61 +45,38 @@ _FLAG = flag_of("elastic")
 _DEPENDS = "it depends on the number of ranks which samples an iteration has"
 
 
-def _refused(
-    dest: str, is_used: Callable[[Any], Any], problem: str, reason: str, remedy: str
-) -> Rule:
-    return Rule(dest, _FLAG, lambda args: bool(is_used(args)), reason, remedy, problem=problem)
-
-
-def _refused_flag(dest: str, reason: str = _DEPENDS) -> Rule:
-    flag = as_flag(dest)
-    problem = f"cannot be used with {flag}"
-    return _refused(
-        dest, lambda args: getattr(args, dest, None), problem, reason, "Leave one of the two out"
-    )
-
-
 ELASTIC_REFUSALS: tuple[Rule, ...] = (
-    _refused(
-        "moe_ft_elastic",
+    refused_with(
+        "elastic",
         lambda args: not args.global_batch_size,
         "needs --global-batch-size",
         "Megatron's default grows with the number of ranks",
         "Give it",
     ),
-    _refused_flag("rampup_batch_size"),
-    _refused_flag("step_batch_size_schedule"),
-    _refused_flag("decrease_batch_size_if_needed"),
-    _refused(
-        "moe_ft_elastic",
+    refused_flag_with("elastic", "rampup_batch_size", _DEPENDS),
+    refused_flag_with("elastic", "step_batch_size_schedule", _DEPENDS),
+    refused_flag_with("elastic", "decrease_batch_size_if_needed", _DEPENDS),
+    refused_with(
+        "elastic",
         lambda args: args.dataloader_type not in (None, "single"),
         "needs --dataloader-type single",
         _DEPENDS,
         "Give it, or leave the flag out",
     ),
-    _refused_flag("use_checkpoint_args", "layouts come from the command line and the ranks alone"),
+    refused_flag_with(
+        "elastic",
+        "use_checkpoint_args",
+        "layouts come from the command line and the ranks alone",
+    ),
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _World:
-    """Ranks of this start.
-
-    Attributes:
-        num_ranks: that the launcher has started.
-        num_training: the first ones of them.
-    """
-
-    num_ranks: int
-    num_training: int
-
-
-_world: _World | None = None  # of this process, once `fit` has chosen it
+_waiting: tuple[int, ...] | None = None  # ranks of the launcher, once `fit` has chosen the layout
 
 
 def waiting_ranks() -> tuple[int, ...]:
     """Return the ranks of the launcher that take no part."""
-    return () if _world is None else tuple(range(_world.num_training, _world.num_ranks))
+    return _waiting or ()
 
 
 def fit(args: argparse.Namespace) -> bool:
@@ -114,13 +93,13 @@ def fit(args: argparse.Namespace) -> bool:
     Raises:
         ConfigError: if the job cannot have another number of ranks.
     """
-    global _world
-    if not getattr(args, "moe_ft_elastic", False) or _world is not None or not _has_sizes(args):
+    global _waiting
+    if not getattr(args, "moe_ft_elastic", False) or _waiting is not None or not _has_sizes(args):
         return False
     check_elastic(args, os.environ)
     found = _choose(args)
     num_training = args.world_size - found.num_waiting
-    _world = _World(num_ranks=args.world_size, num_training=num_training)
+    _waiting = tuple(range(num_training, args.world_size))
     if args.rank == 0:
         for line in _lines(args, found):
             say(line)
@@ -135,7 +114,7 @@ def fit(args: argparse.Namespace) -> bool:
 
 def check_fitted(is_elastic: bool) -> None:
     """Raise ConfigError if an elastic job has made its arguments in another way than by Megatron's parser."""
-    if is_elastic and _world is None:
+    if is_elastic and _waiting is None:
         raise ConfigError(
             f"{_FLAG} is read too late: the layout is chosen where megatron.training.arguments.parse_args "
             "reads the command line. Call it through that module, or leave the flag out."
@@ -246,8 +225,9 @@ def _sharing(args: argparse.Namespace) -> Rule:
         "global_batch_size",
         "--global-batch-size",
         is_never_shared,
-        f"a whole model needs {shares} its {readers} data-parallel ranks" + (f" {why}" * bool(why)),
-        f"Give a multiple of {least}" + ", or change what needs equal shares" * bool(why),
+        f"a whole model needs {shares} its {readers} data-parallel ranks"
+        + (f" {why}" if why else ""),
+        f"Give a multiple of {least}" + (", or change what needs equal shares" if why else ""),
         problem=f"with {_FLAG} fits no number of ranks",
     )
 

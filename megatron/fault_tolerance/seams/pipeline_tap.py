@@ -137,7 +137,8 @@ class _Timed:
     """Handle of a transfer whose wait is timed."""
 
     def __init__(self, request: Any, run: Callable[..., Any]) -> None:
-        self._request, self._run = request, run
+        self._request = request
+        self._run = run
 
     def wait(self) -> Any:
         """Wait for the transfer."""

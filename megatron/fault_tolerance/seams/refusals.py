@@ -16,6 +16,7 @@ from megatron.fault_tolerance.cpu import device as cpu_device
 from moe_ft.command_lines import as_flag
 from moe_ft.config.fields import flag_of
 from moe_ft.config.rules import Rule, check_rules
+from moe_ft.config.strategy import NO_STRATEGY
 from moe_ft.config.untested import GRAPHS
 from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import StrategyKind
@@ -35,6 +36,29 @@ def refused_flag(
     return Rule(
         dest, flag, lambda args: bool(getattr(args, dest, None)), reason, remedy, strategies
     )
+
+
+def refused_with(
+    own: str,
+    is_used: Callable[[Any], Any],
+    problem: str,
+    reason: str,
+    remedy: str = "Leave one of the two out",
+) -> Rule:
+    """Return a rule that refuses a setting of moe_ft together with something else, or without it."""
+    dest = f"moe_ft_{own}"
+
+    def is_broken(args: Any) -> bool:
+        return bool(getattr(args, dest, None)) and bool(is_used(args))
+
+    return Rule(dest, flag_of(own), is_broken, reason, remedy, problem=problem)
+
+
+def refused_flag_with(own: str, dest: str, reason: str, flag: str = "") -> Rule:
+    """Return a rule that refuses a setting of moe_ft together with a flag, however that is given."""
+    flag = flag or as_flag(dest)
+    problem = f"cannot be used with {flag}"
+    return refused_with(own, lambda args: getattr(args, dest, None), problem, reason)
 
 
 def _sharded(name: str, size: str) -> Rule:
@@ -91,6 +115,10 @@ def loses_tokens(kind: StrategyKind) -> bool:
 def replays(kind: StrategyKind) -> bool:
     """Return whether recoveries of a strategy run iterations again."""
     return kind.replays
+
+
+def _is_on(args: Any) -> bool:
+    return bool(args.moe_ft_strategy != NO_STRATEGY)
 
 
 def _skips_with_chunks(args: Any) -> bool:
@@ -288,6 +316,38 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         "with --use-tp-pp-dp-mapping",
         "stages are then not the outermost dimension of ranks",
         lambda args: bool(args.use_tp_pp_dp_mapping),
+    ),
+    # Settings of moe_ft that need some of Megatron's.
+    refused_with(
+        "upstream_log",
+        lambda args: args.pipeline_model_parallel_size < 2,
+        "needs pipeline stages",
+        "with --pipeline-model-parallel-size=1 nothing is sent from one to another",
+        "Leave it out",
+    ),
+    refused_with(
+        "capacity_boost",
+        lambda args: _is_on(args) and getattr(args, "moe_expert_capacity_factor", None) is None,
+        "needs --moe-expert-capacity-factor",
+        "without one no token is dropped, so none can be made up",
+        "Leave it out",
+    ),
+    refused_with(
+        "capacity_boost",
+        lambda args: _is_on(args) and getattr(args, "moe_pad_expert_input_to_capacity", False),
+        "cannot be used with --moe-pad-expert-input-to-capacity",
+        "all inputs of experts then have one size",
+    ),
+    refused_with(
+        "replicate",
+        lambda args: (
+            _is_on(args)
+            and args.moe_ft_replicate == "gradients"
+            and args.use_precision_aware_optimizer
+        ),
+        "cannot be used with --use-precision-aware-optimizer",
+        "peers repeat the step of torch's Adam on fp32 state",
+        f"Leave one of the two out, or give {flag_of('replicate')} state",
     ),
     # Features that leave the seams no run to follow.
     refused_flag(

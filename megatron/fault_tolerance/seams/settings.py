@@ -113,10 +113,12 @@ def check_settings(
     if on_gpus:
         for problem in refusals_on_gpus(flags.as_arguments(config)):
             raise ConfigError(problem)
-    check_upstream_log(args)
-    check_capacity_boost(args, config)
-    check_gradients(args, config, on_gpus=on_gpus)
+    if config.memory.upstream_log:
+        check_no_replay_is_refused(args, "--moe-ft-upstream-log")
     if config.strategy.is_on:
+        # state/gradients.py checks the optimizer itself, once it is built.
+        if on_gpus and config.memory.sends_gradients:
+            check_rules([_ROUNDED_OTHERWISE], args)
         check_state_dtype(args, config.precision)
     return config
 
@@ -268,74 +270,14 @@ def check_state_dtype(args: argparse.Namespace, precision: PrecisionConfig) -> N
             raise ConfigError(f"--moe-ft-state-dtype={precision.state_dtype}: {problem}")
 
 
-_NO_STAGES = Rule(
-    "",
-    "--moe-ft-upstream-log",
-    lambda args: args.pipeline_model_parallel_size < 2,
-    "with --pipeline-model-parallel-size=1 nothing is sent from one to another",
-    problem="needs pipeline stages",
-)
-
-
-def check_upstream_log(args: argparse.Namespace) -> None:
-    """Raise ConfigError if what crosses stages is to be logged and cannot be, or could not be used."""
-    if args.moe_ft_upstream_log:
-        check_rules([_NO_STAGES], args)
-        check_no_replay_is_refused(args, "--moe-ft-upstream-log")
-
-
-_BOOST = "--moe-ft-capacity-boost"
-_NO_CAPACITY = (
-    Rule(
-        "",
-        _BOOST,
-        lambda args: getattr(args, "moe_expert_capacity_factor", None) is None,
-        "without one no token is dropped, so none can be made up",
-        problem="needs --moe-expert-capacity-factor",
-    ),
-    Rule(
-        "",
-        _BOOST,
-        lambda args: getattr(args, "moe_pad_expert_input_to_capacity", False),
-        "all inputs of experts then have one size",
-        "Leave one of the two out",
-        problem="cannot be used with --moe-pad-expert-input-to-capacity",
-    ),
-)
-
-
-def check_capacity_boost(args: argparse.Namespace, config: MoeFtConfig) -> None:
-    """Raise ConfigError if experts are to exceed a capacity that they do not have, or may not exceed."""
-    if config.recovery.capacity_boost and config.strategy.is_on:
-        check_rules(_NO_CAPACITY, args)
-
-
-_GRADIENTS = f"{flag_of('replicate')}=gradients"
-_NOT_FOLLOWED = Rule(
-    "",
-    _GRADIENTS,
-    lambda args: args.use_precision_aware_optimizer,
-    "peers repeat the step of torch's Adam on fp32 state",
-    f"Leave one of the two out, or give {flag_of('replicate')} state",
-    problem="cannot be used with --use-precision-aware-optimizer",
-)
 _ROUNDED_OTHERWISE = Rule(
     "",
-    _GRADIENTS,
+    f"{flag_of('replicate')}=gradients",
     lambda args: not args.moe_ft_allow_lossy,
     "peers repeat the step on their CPU, which rounds otherwise",
     f"Give {flag_of('replicate')} state, or add --moe-ft-allow-lossy",
     problem="is not exact on a GPU",
 )
-
-
-def check_gradients(args: argparse.Namespace, config: MoeFtConfig, *, on_gpus: bool) -> None:
-    """Raise ConfigError if peers cannot follow the optimizer that Megatron's arguments name.
-
-    state/gradients.py checks the optimizer itself, once it is built.
-    """
-    if config.strategy.is_on and config.memory.sends_gradients:
-        check_rules([_NOT_FOLLOWED, *([_ROUNDED_OTHERWISE] if on_gpus else [])], args)
 
 
 _SIZES = (

@@ -133,7 +133,7 @@ def _traced(
     if is_layer:
         yield f"forward pass of {layer}", module
     elif name in _TRACED:
-        yield f"forward pass of {name}{' of ' * bool(layer)}{layer}", module
+        yield f"forward pass of {name}{f' of {layer}' if layer else ''}", module
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from moe_ft.cluster import answers, failures
+from moe_ft.cluster import failures, law
 from moe_ft.cluster.failures import Consequence, FailureNotes
 from moe_ft.cluster.membership import Job
 from moe_ft.cluster.rounds import Entry
@@ -70,7 +70,7 @@ def own_errors_end_all(patches: Patches) -> None:
 @corrupt_mutation
 def wrong_results_have_no_consequence(patches: Patches) -> None:
     """A node whose rank computes wrongly keeps its ranks."""
-    patches.set(answers, "why_unfit", lambda job, failure: "")
+    patches.set(law, "why_unfit", lambda job, failure: "")
 
 
 @corrupt_mutation

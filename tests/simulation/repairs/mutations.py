@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from moe_ft.cluster import answers, job_store, law, roster, rounds
+from moe_ft.cluster import job_store, law, roster, rounds
 from moe_ft.cluster.agent import Agent
 from moe_ft.cluster.fork_server import ForkServer
 from moe_ft.cluster.forks import Forks
@@ -304,19 +304,19 @@ def absent_ranks_of_before_forgotten(patches: Patches) -> None:
 @node_mutation
 def roles_played_for_no_spare_alone(patches: Patches) -> None:
     """The job ends if nobody takes a lost node's ranks, although peers could play their roles."""
-    patches.set(answers, "_played_of", lambda job, lost: frozenset())
+    patches.set(law, "_played_of", lambda job, lost: frozenset())
 
 
 @node_mutation
 def failed_ranks_end_the_job(patches: Patches) -> None:
     """The job ends when a rank has failed, although all could begin again (--max-restarts)."""
-    patches.set(answers, "can_restart", lambda job: False)
+    patches.set(law, "can_restart", lambda job: False)
 
 
 @node_mutation
 def nobody_is_crowded(patches: Patches) -> None:
     """The job ends if nobody takes a lost node's ranks, although a node that trains could."""
-    patches.set(answers, "_hosts_of", lambda job, slots: {})
+    patches.set(law, "_hosts_of", lambda job, slots: {})
 
 
 @node_mutation

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from moe_ft.cluster.answers import MOST_UNFINISHED
+from moe_ft.cluster.membership import MOST_UNFINISHED
 from moe_ft.cluster.roster import SAVE
 from moe_ft.cluster.rounds import Entry
 from tests.simulation.kernel import Process

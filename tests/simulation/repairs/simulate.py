@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from moe_ft.cluster.answers import MOST_UNFINISHED
+from moe_ft.cluster.membership import MOST_UNFINISHED
 from tests.simulation.active import active
 from tests.simulation.job import make_world
 from tests.simulation.kernel import HangError, Kernel, Process, Thread

@@ -96,7 +96,7 @@ def test_parsers_that_were_made_before_have_the_defaults_of_their_rank(
 def test_arguments_of_a_script_are_those_of_the_ranks_that_train(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(elastic, "_world", None)
+    monkeypatch.setattr(elastic, "_waiting", None)
     monkeypatch.setenv("WORLD_SIZE", "3")
     model = ("--num-experts", "4", "--expert-model-parallel-size", "4", *BATCH)
     args = parse(

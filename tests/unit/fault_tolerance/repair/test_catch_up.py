@@ -6,7 +6,7 @@ That results equal those without a failure is in tests/distributed/test_local_re
 from argparse import Namespace
 from collections.abc import Collection, Iterator
 from dataclasses import fields
-from typing import Any, cast, override
+from typing import Any, override
 
 import pytest
 import torch
@@ -105,18 +105,15 @@ class Rank(LoopListener):
 
     def catch_up(self, first: int = 3, left_out: Collection[int] = ()) -> Any:
         """Return the result of the broken iteration."""
-        return catch_up(
-            self.step,
-            first,
-            BROKEN,
-            position_at(BROKEN),
+        whole: Any = Namespace(
+            member=Namespace(left_out=left_out),
             listeners=Listeners(self.loop, [self]),
             watcher=self._watched.watcher,
             links=self._watched.links,
             evaluations=self.evaluations,
-            data_sets=cast(DataSets, self),
-            left_out=left_out,
+            data_sets=self,
         )
+        return catch_up(whole, self.step, first, BROKEN, position_at(BROKEN))
 
 
 @pytest.fixture
@@ -282,5 +279,6 @@ def test_repair_that_cannot_recover_is_no_refusal_of_the_job_and_says_what_is_tr
     listeners, position = Listeners(LoopState(), [_Failing(error)]), position_at(4)
     parts = LoopParts(model=[], optimizer=None, config=None, forward_backward=print)
     with pytest.raises(RepairError, match=words):
-        recover(listeners, DataSets(), ([], None, None), parts, [position])
+        whole: Any = Namespace(listeners=listeners, data_sets=DataSets())
+        recover(whole, ([], None, None), parts, [position])
     assert listeners.loop.most_iteration == 5, "all know the result of the broken iteration"

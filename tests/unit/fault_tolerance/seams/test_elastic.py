@@ -32,7 +32,7 @@ REFUSED = {
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "_world", None)
+    monkeypatch.setattr(elastic, "_waiting", None)
     monkeypatch.setattr(sys, "argv", ["script"])
     monkeypatch.setenv("WORLD_SIZE", "8")
     stock = calculators.ConstantNumMicroBatchesCalculator
@@ -221,8 +221,7 @@ def test_rank_that_waits_ends_with_the_job(monkeypatch: pytest.MonkeyPatch) -> N
     store = TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
     )
-    world = elastic._World(num_ranks=3, num_training=2)
-    monkeypatch.setattr(elastic, "_world", world)
+    monkeypatch.setattr(elastic, "_waiting", (2,))
     ends: list[int | str | None] = []
 
     def wait() -> None:
