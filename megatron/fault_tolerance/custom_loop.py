@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.seams import versions
 from megatron.fault_tolerance.seams.flag_classes import settings_of
-from megatron.fault_tolerance.seams.refusals import SLOTS, check_refusals
+from megatron.fault_tolerance.seams.refusals import NO_SLOTS, check_refusals, refused_with
 from megatron.fault_tolerance.seams.replay import CoreLoop
 from megatron.fault_tolerance.seams.settings import (
     check_event_log,
@@ -30,7 +30,6 @@ from megatron.fault_tolerance.seams.settings import (
 )
 from moe_ft.cluster.member import own_launch
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.config.fields import flag_of
 from moe_ft.config.flag_table import Kind
 from moe_ft.config.flags import as_arguments, config_from_settings
 from moe_ft.config.rules import Rule, check_rules
@@ -262,41 +261,24 @@ def _position_of(record: Counted) -> Position:
     )
 
 
+def _of_megatrons_loop(own: str, reason: str, default: str = "") -> Rule:
+    problem = "needs Megatron's own training loop"
+    dest = f"moe_ft_{own}"
+    return refused_with(
+        own, lambda args: getattr(args, dest) != default, problem, reason, "Leave it out"
+    )
+
+
 _OF_MEGATRONS_LOOP = (
-    Rule(
-        "",
-        "--moe-ft-upstream-log",
-        lambda config: config.memory.upstream_log,
-        "a Checkpointer does not know what another loop sends between stages",
-        problem="needs Megatron's own training loop",
+    NO_SLOTS,
+    _of_megatrons_loop(
+        "upstream_log", "a Checkpointer does not know what another loop sends between stages"
     ),
-    Rule(
-        "",
-        SLOTS,
-        lambda config: config.elastic.expert_slots > 0,
-        "only that puts slots into the layers of the model",
-        problem="needs pretrain_gpt_moe.py",
+    _of_megatrons_loop(
+        "check_iterations", "how a loop of your own runs forward and backward is not known"
     ),
-    Rule(
-        "",
-        flag_of("check_iterations"),
-        lambda config: config.checks.check_iterations > 0,
-        "how a loop of your own runs forward and backward is not known",
-        problem="needs Megatron's own training loop",
-    ),
-    Rule(
-        "",
-        "--moe-ft-elastic",
-        lambda config: config.elastic.elastic,
-        "a loop of your own chooses its layout and reads its samples",
-        problem="needs Megatron's own training loop",
-    ),
-    Rule(
-        "",
-        "--moe-ft-repair=auto",
-        lambda config: config.recovery.repair != "off",
-        problem="needs Megatron's own training loop, whose iterations can be left and run again",
-    ),
+    _of_megatrons_loop("elastic", "a loop of your own chooses its layout and reads its samples"),
+    _of_megatrons_loop("repair", "its iterations can be left and run again", default="off"),
 )
 # As Megatron's flags name them.
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.uint8: "fp8"}
@@ -318,10 +300,11 @@ def checked_config(
     versions.check_seams(allow_misfit=MEGATRON.is_allowed(config.strategy.allow_untested))
     check_event_log(config.observability.event_log)
     config.validate(world_size)
-    check_rules(_OF_MEGATRONS_LOOP, config)
+    given = as_arguments(config)
+    check_rules(_OF_MEGATRONS_LOOP, argparse.Namespace(**given))
     model = ModelFacts(num_experts=megatron.num_experts, num_iterations=train_iterations)
     registry.check(config, model)
-    check_refusals(argparse.Namespace(**vars(megatron), **as_arguments(config)))
+    check_refusals(argparse.Namespace(**vars(megatron), **given))
     if config.strategy.is_on:
         check_state_dtype(megatron, config.precision)
     return config

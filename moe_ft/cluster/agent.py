@@ -37,6 +37,14 @@ from moe_ft.processes import follow_parent, set_process_name
 from moe_ft.saying import say, warn
 
 _AGAIN_S = 5.0  # until ranks get the exit signal again: those that start ignore it
+_MEET_S = 900.0  # for the node that keeps the store to listen
+_GRACE_S = 20.0  # between SIGTERM and SIGKILL
+_KILLED_S = 5.0  # after SIGKILL, for a rank to end
+_LINGER_S = 2.0  # of the node that keeps the store, for the others to learn that the job is over
+_RETURNS = 6  # times the silence that makes a node lost, until it must reach the store again
+_FAILED = 1
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_PLACE = "meet"  # key of the place where ranks of a start meet that have no repairs
 
 
 class PlannedEnd:
@@ -118,16 +126,6 @@ class PlannedEnd:
             return None
         self._next_s = now_s + _AGAIN_S
         return self._save_by
-
-
-_MEET_S = 900.0  # for the node that keeps the store to listen
-_GRACE_S = 20.0  # between SIGTERM and SIGKILL
-_KILLED_S = 5.0  # after SIGKILL, for a rank to end
-_LINGER_S = 2.0  # of the node that keeps the store, for the others to learn that the job is over
-_RETURNS = 6  # times the silence that makes a node lost, until it must reach the store again
-_FAILED = 1
-_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_PLACE = "meet"  # key of the place where ranks of a start meet that have no repairs
 
 
 class Agent:

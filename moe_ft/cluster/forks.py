@@ -31,6 +31,14 @@ FORWARDED = (
     *(signal.SIGUSR1, signal.SIGUSR2),
 )
 _MOST_BYTES = 1 << 16
+_ASK_EVERY_S = 1.0
+_ANSWER_S = 30.0
+_IMPORT_S = 900.0
+_LINE_S = 60.0  # between two lines about imports
+_LONGEST_LOOK_S = 1.0
+_MOST_IN_VAIN = 2  # fork servers in a row that end, or are killed, before they answer
+KILLED = 128 + signal.SIGKILL
+Role = Callable[[], None]
 
 
 class Fork(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -86,17 +94,6 @@ def receive[Message](connection: socket.socket, decoder: Decoder[Message]) -> Me
     """Return the next message; None if the other side has ended."""
     found = connection.recv(_MOST_BYTES)
     return decoder.decode(found) if found else None
-
-
-_ASK_EVERY_S = 1.0
-_ANSWER_S = 30.0
-_IMPORT_S = 900.0
-_LINE_S = 60.0  # between two lines about imports
-_LONGEST_LOOK_S = 1.0
-_MOST_IN_VAIN = 2  # fork servers in a row that end, or are killed, before they answer
-KILLED = 128 + signal.SIGKILL
-
-Role = Callable[[], None]
 
 
 @dataclass(eq=False, slots=True)

@@ -63,6 +63,10 @@ _CORRUPT = 5  # of a job without a node that could replace one that computes wro
 _REFUSED = (2, 4, _CORRUPT)  # exit codes of ranks that would end so again (loop/refusing.py)
 
 Done = tuple[Job, list[Command]]
+_IN_VAIN = {
+    "crowd": "; no other node has room for these ranks",
+    "reroute": "; peers cannot play the roles of all ranks of a stage",
+}
 
 
 def step(job: Job, event: Event) -> Done:
@@ -88,9 +92,9 @@ def _take_in(job: Job, event: Event) -> Done:
             known = {each.id: each for each in nodes if each.id in job.nodes}
             return replace(job, nodes={**job.nodes, **known}), []
         case Lost() | Quiet():
-            is_lost = isinstance(event, Lost)
-            found = event if is_lost else ring.missed(job.nodes, event, job.policy.store)
-            return _lose(job, *found)
+            here, store = job.nodes, job.policy.store
+            lost = ring.missed(here, event, store) if isinstance(event, Quiet) else event
+            return _lose(job, *lost)
         case Failed(failures):
             return _judge(job, failures)
         case ToldToEnd(ids):
@@ -454,11 +458,6 @@ def _are(nodes: Collection[Node]) -> str:
 
 
 # Answers to lost slots: who may take them, whether all ranks may begin again, or why neither is possible
-
-_IN_VAIN = {
-    "crowd": "; no other node has room for these ranks",
-    "reroute": "; peers cannot play the roles of all ranks of a stage",
-}
 
 
 class LossAnswer(NamedTuple):

@@ -36,7 +36,7 @@ from megatron.fault_tolerance.bridge.fields import RENAMED, Field, data_words, o
 from megatron.fault_tolerance.bridge.view import _FROM_CONFIG, BridgeArgs
 from megatron.fault_tolerance.repair import rules
 from megatron.fault_tolerance.seams.contents import add_files
-from megatron.fault_tolerance.seams.flag_classes import UNKNOWN, fingerprint, replay_settings
+from megatron.fault_tolerance.seams.flag_classes import UNKNOWN, settings_as_used
 from megatron.fault_tolerance.seams.refusals import SCRIPT_REFUSALS
 from moe_ft.config.flag_table import FLAGS, NEWER, OF_SCRIPTS, Kind, flag_classes, names_in
 from moe_ft.format.identity import differing_settings
@@ -182,8 +182,8 @@ def test_name_that_bridge_lacks_has_no_default_of_megatron() -> None:
     view = view_of(whole_config())
     for name in ("data_path", "mock_data", "bias_swiglu_fusion", "data_args_path", "spec"):
         assert not hasattr(view, name)
-    assert "--data-path" not in fingerprint(view)
-    assert "--bias-swiglu-fusion" not in replay_settings(view)
+    assert "--data-path" not in settings_as_used(view, Kind.FINGERPRINT)
+    assert "--bias-swiglu-fusion" not in settings_as_used(view, Kind.REPLAY)
 
 
 def test_view_writes_where_it_reads() -> None:

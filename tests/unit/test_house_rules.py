@@ -34,10 +34,7 @@ TESTED_ELSEWHERE = {
     "moe_ft/commands/pages.py": "printed by `moe_ft plan`: commands/test_plan.py",
     "moe_ft/recovery/peers.py": "ranks meet with it: recovery/test_meet.py",
     "megatron/fault_tolerance/checkpointer.py": "test_checkpointer.py imports it from its package",
-    **dict.fromkeys(
-        [f"megatron/fault_tolerance/seams/{name}.py" for name in ("iteration_check", "traces")],
-        "tests/distributed/test_iteration_check.py",
-    ),
+    "megatron/fault_tolerance/seams/traces.py": "tests/distributed/test_iteration_check.py",
     "megatron/fault_tolerance/seams/iteration_seams.py": "run by the simulation, and test_hooks.py",
     "megatron/fault_tolerance/program/older_gpt.py": "of Megatron 0.18: make test-versions",
     "megatron/fault_tolerance/degraded/degradation.py": "tests/distributed/test_played_roles.py",

@@ -7,12 +7,7 @@ from megatron.training import get_args
 
 from megatron.fault_tolerance.bridge.fields import data_words, own_settings, script_settings
 from megatron.fault_tolerance.bridge.versions import called, installed_version
-from megatron.fault_tolerance.seams.flag_classes import (
-    Settings,
-    fingerprint,
-    record_settings,
-    replay_settings,
-)
+from megatron.fault_tolerance.seams.flag_classes import Settings, settings_as_used
 from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from megatron.fault_tolerance.seams.patching import Patches
 from moe_ft.config.flag_table import Kind
@@ -35,11 +30,15 @@ class BridgeLoop(MegatronLoop):
 
     @override
     def settings(self) -> Settings:
-        args, config = get_args(), self._state.cfg
+        config = self._state.cfg
+
+        def settings(kind: Kind) -> dict[str, Any]:
+            return {**settings_as_used(get_args(), kind), **own_settings(config, kind)}
+
         return Settings(
-            of_state={**fingerprint(args), **own_settings(config, Kind.FINGERPRINT)},
-            of_replays={**replay_settings(args), **own_settings(config, Kind.REPLAY)},
-            of_records={**record_settings(args), **own_settings(config, Kind.RECORD)},
+            of_state=settings(Kind.FINGERPRINT),
+            of_replays=settings(Kind.REPLAY),
+            of_records=settings(Kind.RECORD),
             of_script=script_settings(config),
             data=data_words(config),
         )

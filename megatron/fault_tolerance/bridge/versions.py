@@ -8,8 +8,7 @@ import importlib
 from typing import Any
 
 from megatron.fault_tolerance.seams.stack import Seam
-from moe_ft.config.untested import MEGATRON
-from moe_ft.errors import ConfigError
+from megatron.fault_tolerance.seams.versions import misfits
 
 RECOMMENDED = "0.6.2"  # `make test-bridge` runs with it
 # All seams fit. 0.7.0 is main of August 2026; it and 0.6.0 have trained, the two oldest have not.
@@ -98,16 +97,8 @@ def check_bridge_seams(*, allow_misfit: bool = False) -> list[str]:
         ConfigError: if a function does not fit, with the names of all that do not.
     """
     version, readable = installed_version(), ", ".join(READ)
-    misfits = "; ".join(misfit for seam in BRIDGE_SEAMS.values() if (misfit := seam.misfit()))
-    if misfits and not allow_misfit:
-        raise ConfigError(
-            f"megatron-bridge {version} does not fit moe_ft: {misfits}. Install one that does ({readable}), "
-            f"or {MEGATRON.risk}."
-        )
-    if misfits:
-        return [f"megatron-bridge {version} does not fit moe_ft: {misfits}"]
-    if version not in READ:
-        return [
-            f"megatron-bridge {version} is not one of {readable}: the functions that moe_ft uses are there"
-        ]
-    return []
+    package, remedy = f"megatron-bridge {version}", f"Install one that does ({readable})"
+    lines = misfits(package, BRIDGE_SEAMS.values(), remedy, allow_misfit=allow_misfit)
+    if lines or version in READ:
+        return lines
+    return [f"{package} is not one of {readable}: the functions that moe_ft uses are there"]

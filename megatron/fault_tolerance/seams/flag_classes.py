@@ -56,6 +56,10 @@ class Settings(NamedTuple):
     """Settings of a job, by what they are kept and compared for, as JSON values.
 
     Attributes:
+        of_state: that the training state depends on: state of a run that differs in one is another run's.
+        of_replays: that an iteration which is run again must share, besides those.
+        of_records: that decide what records hold, and which states are evaluated. An iteration of which there
+            is no record can only be run again with the same ones.
         data: lists of data sets that no flag names, by setting, as contents.py takes them.
     """
 
@@ -149,35 +153,6 @@ def _is_tested(name: str) -> bool:
     return each is not None and each.is_tested and each.kind is not Kind.REFUSED
 
 
-def fingerprint(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the training state depends on, by flag, as JSON values.
-
-    State of a run that differs in one of them is another run's; contents.py has those that are in files. Call
-    it after Megatron's validation.
-    """
-    return _settings_as_used(args, Kind.FINGERPRINT)
-
-
-def replay_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that an iteration which is run again must share, by flag, as JSON values.
-
-    Those of the fingerprint are not repeated. Call it after Megatron's validation.
-    """
-    return _settings_as_used(args, Kind.REPLAY)
-
-
-def record_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that decide what records hold, and which states are evaluated, by flag, as JSON.
-
-    An iteration of which there is no record can only be run again with the same ones.
-    """
-    return {
-        name: value
-        for name, value in _settings_as_used(args, Kind.RECORD).items()
-        if not name.startswith(_OF_THE_END)
-    }
-
-
 def script_settings(args: argparse.Namespace, defaults: argparse.Namespace) -> dict[str, str]:
     """Return digests of the settings that only a script of one's own reads, by flag.
 
@@ -211,11 +186,17 @@ def settings_of(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
     }
 
 
-def _settings_as_used(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
-    return {  # what a Megatron does not have is left out, so that it is compared with nothing
-        as_flag(name): _as_used(name, _setting(name, getattr(args, name)), args)
+def settings_as_used(args: argparse.Namespace, kind: Kind) -> dict[str, Any]:
+    """Return the settings of a class as Megatron uses them, by flag, as JSON values.
+
+    Call it after Megatron's validation. contents.py has those that are in files. What a Megatron does not
+    have is left out, so that it is compared with nothing.
+    """
+    return {
+        flag: _as_used(name, _setting(name, getattr(args, name)), args)
         for name in names_of(kind)
         if hasattr(args, name) and name not in LISTING_FILES
+        if not (flag := as_flag(name)).startswith(_OF_THE_END)
     }
 
 

@@ -59,6 +59,11 @@ from moe_ft.state.tensors import buffer_places
 _SLACK_BYTES = 4096  # of texts, and of numbers whose encoding has no fixed size
 _TENSOR = 1  # code of what msgspec does not know
 _RECORD = msgspec.msgpack.Decoder(RecordTensor)
+_DIGESTS = msgspec.json.Decoder(list[str])
+_DIFFERENCES = msgspec.json.Decoder(tuple[dict[int, tuple[int, int, int]], str])
+_SUMS = msgspec.msgpack.Decoder(list[int])
+_SUM_BYTES = 9  # of an encoded sum at most, and of the length of the list
+_MOST_CHARACTERS = 60  # of words on a place, that all ranks exchange
 
 
 def swap(content: bytes, to: int, source: int, most_bytes: int | None = None) -> bytes:
@@ -243,13 +248,6 @@ def tracing(trace: Trace, model: Sequence[Any], config: Any, *, reduces: bool) -
             patches.set(get_rerun_state_machine(), "validate_result", lambda *_, **__: None)
         layers.put(Layer.CHECK, {FINALIZE: finalize}, of=config)
         yield
-
-
-_DIGESTS = msgspec.json.Decoder(list[str])
-_DIFFERENCES = msgspec.json.Decoder(tuple[dict[int, tuple[int, int, int]], str])
-_SUMS = msgspec.msgpack.Decoder(list[int])
-_SUM_BYTES = 9  # of an encoded sum at most, and of the length of the list
-_MOST_CHARACTERS = 60  # of words on a place, that all ranks exchange
 
 
 class IterationCheck:

@@ -28,10 +28,8 @@ from megatron.fault_tolerance.seams import elastic
 from megatron.fault_tolerance.seams.contents import add_files
 from megatron.fault_tolerance.seams.flag_classes import (
     Settings,
-    fingerprint,
-    record_settings,
-    replay_settings,
     script_settings,
+    settings_as_used,
 )
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.replay import CoreLoop
@@ -41,6 +39,7 @@ from megatron.fault_tolerance.seams.uneven_batches import samples_of_iteration
 from megatron.fault_tolerance.seams.versions import installed_version, setting
 from moe_ft.cluster.member import own_launch
 from moe_ft.config.fields import flag_of
+from moe_ft.config.flag_table import Kind
 from moe_ft.config.stock_defects import lines_on_load
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import Counted
@@ -109,9 +108,9 @@ class MegatronLoop(CoreLoop):
         """Return the settings of the job, once its model is built."""
         args = get_args()
         return Settings(
-            of_state=fingerprint(args),
-            of_replays=replay_settings(args),
-            of_records=record_settings(args),
+            of_state=settings_as_used(args, Kind.FINGERPRINT),
+            of_replays=settings_as_used(args, Kind.REPLAY),
+            of_records=settings_as_used(args, Kind.RECORD),
             of_script=script_settings(args, megatron_parser().parse_args([])),
         )
 

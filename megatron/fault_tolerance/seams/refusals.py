@@ -89,20 +89,6 @@ def _parked(dest: str) -> Rule:
     return Rule(dest, f"{flag} with FP8 moments or another optimizer", is_broken, reason, remedy)
 
 
-def _checked(
-    dest: str, other: str, reason: str, is_given: Callable[[Any], bool], remedy: str = ""
-) -> Rule:
-    """Return a rule that refuses a flag, or its absence, with --moe-ft-check-iterations."""
-    flag = flag_of("check_iterations")
-    return Rule(
-        dest,
-        f"{flag} {other}",
-        lambda args: bool(getattr(args, "moe_ft_check_iterations", 0)) and is_given(args),
-        reason,
-        remedy or "Leave one of the two out",
-    )
-
-
 def _any(kind: StrategyKind) -> bool:
     return True
 
@@ -292,30 +278,28 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
         replays,
     ),
     # Iterations that ranks repeat for each other.
-    _checked(
-        "deterministic_mode",
-        "on a GPU without --deterministic-mode",
-        "kernels that add numbers in another order each time give other bits",
+    refused_with(
+        "check_iterations",
         lambda args: not (cpu_device.is_active() or args.deterministic_mode),
-        "Add --deterministic-mode, or leave it out",
+        "needs --deterministic-mode on a GPU",
+        "kernels that add numbers in another order each time give other bits",
+        "Add it, or leave the flag out",
     ),
-    _checked(
-        "cuda_graph_impl",
-        "with --cuda-graph-impl",
-        "a graph runs no hooks, and keeps what it has gathered",
+    refused_with(
+        "check_iterations",
         has_graphs,
+        "cannot be used with --cuda-graph-impl",
+        "a graph runs no hooks, and keeps what it has gathered",
     ),
-    _checked(
+    refused_flag_with(
+        "check_iterations",
         "reuse_grad_buf_for_mxfp8_param_ag",
-        "with --reuse-grad-buf-for-mxfp8-param-ag",
         "gradients of the first pass would take the place of gathered weights",
-        lambda args: bool(args.reuse_grad_buf_for_mxfp8_param_ag),
     ),
-    _checked(
+    refused_flag_with(
+        "check_iterations",
         "use_tp_pp_dp_mapping",
-        "with --use-tp-pp-dp-mapping",
         "stages are then not the outermost dimension of ranks",
-        lambda args: bool(args.use_tp_pp_dp_mapping),
     ),
     # Settings of moe_ft that need some of Megatron's.
     refused_with(
@@ -368,19 +352,15 @@ SEAM_REFUSALS: tuple[Rule, ...] = (
     ),
 )
 
-SLOTS = flag_of("expert_slots")
-# Those of scripts: pretrain_gpt_moe.py has its own, and builds what these would have to build.
-SCRIPT_REFUSALS = (
-    *SEAM_REFUSALS,
-    Rule(
-        "moe_ft_expert_slots",
-        SLOTS,
-        lambda args: args.moe_ft_expert_slots > 0,
-        "only that puts slots into the layers of the model",
-        "Leave it out",
-        problem="needs pretrain_gpt_moe.py",
-    ),
+NO_SLOTS = refused_with(
+    "expert_slots",
+    lambda args: True,
+    "needs pretrain_gpt_moe.py",
+    "only that puts slots into the layers of the model",
+    "Leave it out",
 )
+# Those of scripts: pretrain_gpt_moe.py has its own, and builds what these would have to build.
+SCRIPT_REFUSALS = (*SEAM_REFUSALS, NO_SLOTS)
 
 
 def check_refusals(args: argparse.Namespace, rules: Sequence[Rule] = SEAM_REFUSALS) -> None:

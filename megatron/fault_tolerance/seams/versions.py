@@ -10,10 +10,11 @@ import importlib
 import importlib.util
 import inspect
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron.fault_tolerance.seams.stack import SEAMS
+from megatron.fault_tolerance.seams.stack import SEAMS, Seam
 from moe_ft.config.untested import MEGATRON
 from moe_ft.errors import ConfigError
 from moe_ft.installation import hidden_megatron
@@ -105,18 +106,22 @@ def check_seams(*, allow_misfit: bool = False) -> list[str]:
     Raises:
         ConfigError: if a seam does not fit, with the names of all that do not.
     """
-    version = installed_version()
-    misfits = [misfit for seam in SEAMS.values() if (misfit := seam.misfit())]
-    if misfits and not allow_misfit:
-        raise ConfigError(
-            f"megatron-core {version} does not fit moe_ft: {'; '.join(misfits)}. Install a tested version "
-            f"({', '.join(TESTED)}), or {MEGATRON.risk}."
-        )
-    if misfits:
-        return [f"megatron-core {version} does not fit moe_ft: {'; '.join(misfits)}"]
-    if version not in TESTED:
-        return [
-            f"megatron-core {version} is not one of {', '.join(TESTED)}, with which moe_ft is tested: the "
-            "functions that moe_ft uses are there"
-        ]
-    return []
+    version, tested = installed_version(), ", ".join(TESTED)
+    remedy = f"Install a tested version ({tested})"
+    lines = misfits(f"megatron-core {version}", SEAMS.values(), remedy, allow_misfit=allow_misfit)
+    if lines or version in TESTED:
+        return lines
+    return [
+        f"megatron-core {version} is not one of {tested}, with which moe_ft is tested: the "
+        "functions that moe_ft uses are there"
+    ]
+
+
+def misfits(package: str, seams: Iterable[Seam], remedy: str, *, allow_misfit: bool) -> list[str]:
+    """Return a line on seams that a package does not fit, or raise ConfigError with the remedy; or none."""
+    if not (found := "; ".join(filter(None, (each.misfit() for each in seams)))):
+        return []
+    problem = f"{package} does not fit moe_ft: {found}"
+    if not allow_misfit:
+        raise ConfigError(f"{problem}. {remedy}, or {MEGATRON.risk}.")
+    return [problem]

@@ -14,13 +14,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.models.gpt import GPTModelConfig
 
-from megatron.fault_tolerance.program.local_variants import (
+from megatron.fault_tolerance.program.model import (
     WholeLinear,
     ZeroCenteredNorm,
     has_variant,
+    layer_spec,
     layers_of,
+    mtp_spec,
 )
-from megatron.fault_tolerance.program.model import layer_spec, mtp_spec
 from moe_ft.errors import ConfigError
 
 

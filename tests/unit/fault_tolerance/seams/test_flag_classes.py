@@ -8,9 +8,7 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
@@ -22,12 +20,10 @@ from megatron.fault_tolerance.program.arguments import REFUSALS, parse_arguments
 from megatron.fault_tolerance.seams.flag_classes import (
     SCRIPT_FLAGS,
     UNKNOWN,
-    fingerprint,
     megatron_flags,
     names_in_value,
-    record_settings,
-    replay_settings,
     script_settings,
+    settings_as_used,
     untested_flags,
 )
 from megatron.fault_tolerance.seams.refusals import check_refusals
@@ -172,12 +168,12 @@ def test_tested_values_are_those_that_jobs_of_tests_have(
 
 
 PLACES = {
-    fingerprint: """kv_lora_rank moe_router_score_function rotary_base rope_scaling_factor
+    Kind.FINGERPRINT: """kv_lora_rank moe_router_score_function rotary_base rope_scaling_factor
         pipeline_model_parallel_layout mtp_use_repeated_layer context_parallel_size
         world_size virtual_pipeline_model_parallel_size""",
-    replay_settings: """ddp_reduce_scatter_with_fp32_accumulation ddp_average_in_collective
+    Kind.REPLAY: """ddp_reduce_scatter_with_fp32_accumulation ddp_average_in_collective
         clip_grad fp8 moe_z_loss_coeff bias_swiglu_fusion train_iters deterministic_mode""",
-    record_settings: "lr lr_decay_style weight_decay loss_scale_window eval_interval",
+    Kind.RECORD: "lr lr_decay_style weight_decay loss_scale_window eval_interval",
 }
 
 
@@ -185,17 +181,20 @@ PLACES = {
     ("place", "name"), [(place, name) for place, names in PLACES.items() for name in names.split()]
 )
 def test_setting_is_where_its_meaning_belongs_and_nowhere_else(
-    place: Callable[[argparse.Namespace], dict[str, Any]], name: str, args: argparse.Namespace
+    place: Kind, name: str, args: argparse.Namespace
 ) -> None:
     args.world_size, args.virtual_pipeline_model_parallel_size = 1, None  # Megatron derives them
     flag = f"--{name.replace('_', '-')}"
-    assert [each for each in PLACES if flag in each(args)] == [place]
+    assert [each for each in PLACES if flag in settings_as_used(args, each)] == [place]
     setattr(args, name, 7)
-    assert place(args)[flag] == 7
+    assert settings_as_used(args, place)[flag] == 7
 
 
 def test_when_a_run_ends_does_not_matter_for_an_iteration(args: argparse.Namespace) -> None:
-    assert not {"--exit-interval", "--exit-duration-in-mins"} & record_settings(args).keys()
+    assert (
+        not {"--exit-interval", "--exit-duration-in-mins"}
+        & settings_as_used(args, Kind.RECORD).keys()
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_settings_of_a_replay_are_written_as_the_configuration_has_them(
     given = [*CPU_FLAGS, *model_flags(num_layers=4), "--mock-data", *flags.split()]
     args, _ = parse_arguments(given)
     config = core_transformer_config_from_args(args)
-    for flag, value in replay_settings(args).items():
+    for flag, value in settings_as_used(args, Kind.REPLAY).items():
         name = flag.removeprefix("--").replace("-", "_")
         noted = getattr(config, name, value)
         if isinstance(noted, bool | int | float | str | None):
@@ -230,13 +229,13 @@ def test_rate_of_decoupled_parameters_may_change_but_not_whether_there_are_any(
     found = []
     for rate in (None, 0.1, 0.2):
         args.decoupled_lr = rate
-        found.append(fingerprint(args)["--decoupled-lr"])
+        found.append(settings_as_used(args, Kind.FINGERPRINT)["--decoupled-lr"])
     assert found == [False, True, True]
 
 
 def test_setting_that_a_megatron_does_not_have_is_not_compared(args: argparse.Namespace) -> None:
     del args.rotary_base
-    assert "--rotary-base" not in fingerprint(args)
+    assert "--rotary-base" not in settings_as_used(args, Kind.FINGERPRINT)
 
 
 def test_settings_of_a_script_are_its_own_flags_and_those_that_no_gpt_of_ours_reads(

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron.fault_tolerance.seams import iteration_check
 from megatron.fault_tolerance.seams.iteration_check import Batches, decode, encode, swap
 from moe_ft.errors import ConfigError, ExchangeError
 
@@ -65,9 +65,7 @@ def test_peer_that_names_more_bytes_than_a_batch_can_have_is_refused(
         "batch_isend_irecv": exchange,
     }
     for name, value in changes.items():
-        monkeypatch.setattr(iteration_check.dist, name, value)
-    monkeypatch.setattr(
-        iteration_check.dist.distributed_c10d, "_get_object_coll_device", lambda: "cpu"
-    )
+        monkeypatch.setattr(dist, name, value)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_object_coll_device", lambda: "cpu")
     with pytest.raises(ExchangeError, match=f"a rank has sent {named} bytes where at most 4296"):
         swap(bytes(100), 1, 1)
