@@ -3,14 +3,15 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.fault_tolerance.degraded.roles import RolePlace, layout_of_job
+from megatron.fault_tolerance.seams.refusals import refused_flag
 from moe_ft.arithmetic import ceil_div
-from moe_ft.command_lines import as_flag
-from moe_ft.config.rules import Rule, check_rules
+from moe_ft.config.rules import check_rules
 from moe_ft.errors import ConfigError
 from moe_ft.planning.lost_ranks import RoleMemory
 from moe_ft.planning.report import megabytes
@@ -31,47 +32,36 @@ class Usage:
     activations: int
 
 
-def _rule(dest: str, reason: str, is_broken: Any = None, flag: str = "", remedy: str = "") -> Rule:
-    """Return a rule against a flag, by default if it is given at all."""
-    return Rule(
-        dest,
-        flag or as_flag(dest),
-        is_broken or (lambda args: bool(getattr(args, dest, None))),
-        reason,
-        remedy or "Leave it out",
-        problem=_PROBLEM,
-    )
-
-
+_rule = partial(refused_flag, problem=_PROBLEM)
 _WHOLE = tuple(each.name for each in kinds() if each.is_exact and not each.replays)
 _RULES = (
     _rule(
         "optimizer",
         "its ranks have whole matrices, which are not built again",
-        lambda args: args.optimizer != "adam",
+        is_broken=lambda args: args.optimizer != "adam",
         remedy="Use --optimizer adam",
     ),
     _rule(
         "",
         "each of its ranks has the whole optimizer, and their norms are summed along the pipelines",
-        lambda args: not args.use_distributed_optimizer,
-        "no --use-distributed-optimizer",
-        "Add --use-distributed-optimizer",
+        is_broken=lambda args: not args.use_distributed_optimizer,
+        flag="no --use-distributed-optimizer",
+        remedy="Add --use-distributed-optimizer",
     ),
     _rule(
         "",
         _BROKEN,
-        lambda args: (
+        is_broken=lambda args: (
             not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1
         ),
-        "no --untie-embeddings-and-output-weights",
-        "Add --untie-embeddings-and-output-weights",
+        flag="no --untie-embeddings-and-output-weights",
+        remedy="Add --untie-embeddings-and-output-weights",
     ),
     _rule("mtp_num_layers", _BROKEN),
     _rule(
         "context_parallel_size",
         "such jobs have ended in other weights, and it is not known why",
-        lambda args: args.context_parallel_size > 1,
+        is_broken=lambda args: args.context_parallel_size > 1,
         remedy="Use tensor parallelism",
     ),
     _rule(
@@ -84,12 +74,12 @@ _RULES = (
     _rule(
         "cuda_graph_impl",
         "graphs are captured for the usual order",
-        lambda args: args.cuda_graph_impl not in (None, "none"),
+        is_broken=lambda args: args.cuda_graph_impl not in (None, "none"),
     ),
     _rule(
         "moe_router_load_balancing_type",
         _IN_FORWARD,
-        lambda args: "global_aux_loss" in args.moe_router_load_balancing_type,
+        is_broken=lambda args: "global_aux_loss" in args.moe_router_load_balancing_type,
         remedy="Use aux_loss",
     ),
     _rule(
@@ -102,12 +92,12 @@ _RULES = (
     _rule(
         "check_weight_hash_across_dp_replicas_interval",
         "its collective waits for the lost rank",
-        lambda args: args.check_weight_hash_across_dp_replicas_interval is not None,
+        is_broken=lambda args: args.check_weight_hash_across_dp_replicas_interval is not None,
     ),
     _rule(
         "moe_token_dispatcher_type",
         "all ranks of a group make its buffers, the lost one too",
-        lambda args: args.moe_token_dispatcher_type == "flex",
+        is_broken=lambda args: args.moe_token_dispatcher_type == "flex",
         remedy="Use alltoall",
     ),
     _rule("overlap_grad_reduce", _OVERLAP),
@@ -130,13 +120,13 @@ _RULES = (
     _rule(
         "dataloader_type",
         "its samples cannot be read by number",
-        lambda args: args.dataloader_type != "single",
+        is_broken=lambda args: args.dataloader_type != "single",
         remedy="Use --dataloader-type single",
     ),
     _rule(
         "moe_ft_strategy",
         "deputies need snapshots that hold the whole state of a rank",
-        lambda args: args.moe_ft_strategy not in _WHOLE,
+        is_broken=lambda args: args.moe_ft_strategy not in _WHOLE,
         remedy=f"Use --moe-ft-strategy {' or '.join(_WHOLE)}",
     ),
     _rule("moe_ft_upstream_log", "a deputy logs what it sends for two ranks as one"),
@@ -144,13 +134,13 @@ _RULES = (
     _rule(
         "moe_ft_replicate",
         "the gradients of a played role are not kept",
-        lambda args: args.moe_ft_replicate != "state",
+        is_broken=lambda args: args.moe_ft_replicate != "state",
     ),
     _rule("save", "a checkpoint of Megatron's takes all ranks", remedy="Use --moe-ft-persist-dir"),
     _rule(
         "eval_iters",
         "evaluations run the usual schedule, which takes all ranks",
-        lambda args: bool(args.eval_iters) or bool(args.full_validation),
+        is_broken=lambda args: bool(args.eval_iters) or bool(args.full_validation),
         remedy="Give --eval-iters 0",
     ),
 )

@@ -29,13 +29,18 @@ _OWN_PARAMETERS = "Leave it out, so that every expert has parameters of its own"
 
 
 def refused_flag(
-    dest: str, reason: str, remedy: str = "Leave it out", strategies: Strategies | None = None
+    dest: str,
+    reason: str,
+    remedy: str = "Leave it out",
+    strategies: Strategies | None = None,
+    *,
+    is_broken: Callable[[Any], bool] | None = None,
+    flag: str = "",
+    problem: str = "is not supported",
 ) -> Rule:
-    """Return a rule that refuses a flag whose default is false or None."""
-    flag = as_flag(dest)
-    return Rule(
-        dest, flag, lambda args: bool(getattr(args, dest, None)), reason, remedy, strategies
-    )
+    """Return a rule that refuses a flag: any value but false and None, unless another condition is given."""
+    is_given = is_broken or (lambda args: bool(getattr(args, dest, None)))
+    return Rule(dest, flag or as_flag(dest), is_given, reason, remedy, strategies, problem)
 
 
 def refused_with(
