@@ -109,7 +109,7 @@ def test_capacity_that_no_expert_may_exceed_is_not_raised(
     flags: tuple[str, ...], message: str
 ) -> None:
     job = ("--mock-data", "--moe-ft-strategy", "partial", "--moe-ft-job-id", "test", *flags)
-    with pytest.raises(ConfigError, match=f"--moe-ft-capacity-boost {message}"):
+    with pytest.raises(ConfigError, match=f"--moe-ft-capacity-boost=0.1 {message}"):
         checked_config(parse(*job, "--moe-ft-capacity-boost", "0.1"))
     checked_config(parse(*job))
 
