@@ -460,7 +460,7 @@ def _are(nodes: Collection[Node]) -> str:
 # Answers to lost slots: who may take them, whether all ranks may begin again, or why neither is possible
 
 
-class LossAnswer(NamedTuple):
+class SlotAnswer(NamedTuple):
     """Answer to lost slots.
 
     Attributes:
@@ -478,23 +478,23 @@ class LossAnswer(NamedTuple):
 
 def answer_to(
     job: Job, lost: Collection[Node], slots: frozenset[int], *, can_wait: bool = True
-) -> LossAnswer:
+) -> SlotAnswer:
     """Return the answer to lost slots, in a job without the nodes that had them."""
     why, few, kind = why_not_in_place(job, lost, slots), len(slots) - job.num_free, ""
     if not why and few <= 0:
-        return LossAnswer("repair")
+        return SlotAnswer("repair")
     if not why:
         kind = job.policy.without_spare
         can_crowd = kind == "crowd" and not job.reports.full
         if can_crowd and (hosts := _hosts_of(job, sorted(slots)[-few:])):
-            return LossAnswer("repair", hosts=hosts)
+            return SlotAnswer("repair", hosts=hosts)
         if kind == "reroute" and (played := _played_of(job, slots)):
-            return LossAnswer("repair", played=played)
+            return SlotAnswer("repair", played=played)
         why = f"no spare is left ({FLAG} {kind}){_IN_VAIN.get(kind, '')}{_too_small(job)}"
         why += "; start more of them"
     if can_restart(job) or can_shrink(job):
-        return LossAnswer("start", why)
-    return LossAnswer("repair" if kind == "wait" and can_wait else "over", why)
+        return SlotAnswer("start", why)
+    return SlotAnswer("repair" if kind == "wait" and can_wait else "over", why)
 
 
 def why_not_in_place(job: Job, lost: Iterable[Node], slots: Iterable[int]) -> str:
