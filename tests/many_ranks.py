@@ -27,7 +27,7 @@ from moe_ft.cluster.coordinator import Coordinator
 from moe_ft.cluster.member import LoopPosition, Member
 from moe_ft.cluster.membership import Policy, Shape
 from moe_ft.cluster.roster import PERIOD_S, NodeSeat, Order
-from moe_ft.cluster.rounds import Mark, Rounds
+from moe_ft.cluster.rounds import RoundMark, Rounds
 from moe_ft.cluster.signed_store import SignedStore, poll_s
 from moe_ft.cluster.store_wire import StoreReply, StoreRequest
 from moe_ft.processes import raise_descriptors
@@ -142,7 +142,7 @@ class _Rank:
                 if self._is_gone:
                     return
                 if self._shared.loses.is_set() and member.rank // RANKS_PER_NODE == LOST_NODE + 1:
-                    rounds.note(Mark.SUSPECTED, 1)  # it has lost a connection
+                    rounds.note(RoundMark.SUSPECTED, 1)  # it has lost a connection
             assert rounds.is_declared(1)
         member.meet()
         member.wait_until_ready()

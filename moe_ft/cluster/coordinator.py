@@ -42,7 +42,7 @@ from moe_ft.cluster.membership import (
 )
 from moe_ft.cluster.options import KeepOptions
 from moe_ft.cluster.roster import OVER, SAVE, NodeRoster, Order, of_node
-from moe_ft.cluster.rounds import Mark, Rounds
+from moe_ft.cluster.rounds import RoundMark, Rounds
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.config.lost_nodes import ELASTIC, answer_of
 from moe_ft.errors import ConfigError
@@ -142,20 +142,20 @@ class Coordinator:
         if newest > finished:
             knowing = known.knowing if newest == known.newest else None
             knowing = frozenset(rounds.survivors(newest)) if may_lose else knowing
-        trained = known.trained or rounds.has(Mark.FINISHED)
+        trained = known.trained or rounds.has(RoundMark.FINISHED)
         is_building = bool(self.job.returned)
         return RankReports(
             newest=newest,
             finished=finished,
             trained=trained,
-            ended=known.ended or rounds.has(Mark.ENDED),
+            ended=known.ended or rounds.has(RoundMark.ENDED),
             waiting=rounds.waiting(known.waiting),
             knowing=knowing,
-            met=is_building and newest > finished and rounds.has(Mark.ALL_MEMBERS, newest),
+            met=is_building and newest > finished and rounds.has(RoundMark.ALL_MEMBERS, newest),
             ready=rounds.ready(finished + 1, newest) if is_building else frozenset(),
             stages=rounds.stages() if trained and not known.trained else known.stages,
-            full=rounds.has(Mark.FULL) if trained and not known.trained else known.full,
-            in_place=not rounds.has(Mark.NOT_IN_PLACE)
+            full=rounds.has(RoundMark.FULL) if trained and not known.trained else known.full,
+            in_place=not rounds.has(RoundMark.NOT_IN_PLACE)
             if trained and not known.trained
             else known.in_place,
         )
@@ -178,7 +178,7 @@ class Coordinator:
             case Wake(what, after_s):
                 self._due_s[what] = time.monotonic() + after_s
             case Wait(round, is_over):
-                self._rounds.note(Mark.WAITS_NO_MORE if is_over else Mark.WAITS, round)
+                self._rounds.note(RoundMark.WAITS_NO_MORE if is_over else RoundMark.WAITS, round)
             case Say(line, is_warning):
                 (warn if is_warning else say)(line)
             case HearAll():

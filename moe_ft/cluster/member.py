@@ -19,7 +19,7 @@ from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.failures import FailureNotes, left_out_by, report_failure
 from moe_ft.cluster.link import RankLink
 from moe_ft.cluster.membership import Stages
-from moe_ft.cluster.rounds import Entry, Mark, Rounds
+from moe_ft.cluster.rounds import Entry, RoundMark, Rounds
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.launches import Launch, launch_of
@@ -345,11 +345,11 @@ class Member:
     def end(self) -> None:
         """Note that the job has ended as planned: what it leaves is not for another start."""
         with suppress(RuntimeError):  # the node of the store may have ended already
-            self.rounds.note(Mark.ENDED)
+            self.rounds.note(RoundMark.ENDED)
 
     def finish(self) -> None:
         """Note that the broken iteration is finished: from now on this rank is like any other."""
-        self.rounds.note(Mark.FINISHED, self.round)
+        self.rounds.note(RoundMark.FINISHED, self.round)
         self.standing = Standing.SURVIVOR
 
 

@@ -54,7 +54,7 @@ class Entry:
     left_out: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Mark(StrEnum):
+class RoundMark(StrEnum):
     """Facts that are noted of a round once and for all: round 0 is the start."""
 
     FINISHED = "finished"  # an iteration was finished in it
@@ -82,17 +82,17 @@ class Rounds:
         self.poll_s = poll_s(world_size, _MIN_POLL_S)
         self._look_s = max(self.poll_s, _MIN_LOOK_S)
 
-    def note(self, mark: Mark, number: int = 0) -> None:
+    def note(self, mark: RoundMark, number: int = 0) -> None:
         """Note a fact of a round; all ranks of it may do so."""
         self._store.set(_key(number, mark), True)
 
-    def has(self, mark: Mark, number: int = 0) -> bool:
+    def has(self, mark: RoundMark, number: int = 0) -> bool:
         """Return whether a fact of a round was noted."""
         return self._store.get(_key(number, mark)) is not None
 
     def is_finished(self, number: int) -> bool:
         """Return whether an iteration was finished in a round, of which the start counts as one."""
-        return number == 0 or self.has(Mark.FINISHED, number)
+        return number == 0 or self.has(RoundMark.FINISHED, number)
 
     def begin_training(self, stages: Stages = ()) -> None:
         """Note that an iteration was finished in the start. Rank 0 alone.
@@ -102,7 +102,7 @@ class Rounds:
         """
         if stages:  # first: who reads that the job trains may ask for them
             self._store.set(_key(0, "stages"), stages)
-        self.note(Mark.FINISHED)
+        self.note(RoundMark.FINISHED)
 
     def stages(self) -> Stages:
         """Return the groups of each stage, one of which must live; none if no role can be played."""
@@ -132,7 +132,7 @@ class Rounds:
 
     def wait_until_broken(self, number: int) -> bool:
         """Return whether a round has begun, or a rank has timed out before; wait for that, not for long."""
-        return self.wait_until_declared(number, Mark.TIMED_OUT)
+        return self.wait_until_declared(number, RoundMark.TIMED_OUT)
 
     def newest(self, since: int = 0) -> int:
         """Return the number of the last round that has begun, at or after one that has."""
@@ -185,7 +185,7 @@ class Rounds:
     def survivors(self, number: int) -> set[int]:
         """Return the ranks that know where training is, up to a round; those who met in a round know it."""
         left = set(range(self._world_size)) - self.absent(number)
-        while not self.is_finished(number) and not self.has(Mark.ALL_MEMBERS, number):
+        while not self.is_finished(number) and not self.has(RoundMark.ALL_MEMBERS, number):
             said = self._store.values(_key(number, "members"))
             left -= {
                 *self.dead_ranks(number),
@@ -201,7 +201,7 @@ class Rounds:
 
     def is_next_suspected(self, since: int) -> bool:
         """Return whether the round that is next is suspected, at or after one that has begun."""
-        return self.has(Mark.SUSPECTED, self.newest(since) + 1)
+        return self.has(RoundMark.SUSPECTED, self.newest(since) + 1)
 
     def note_waiting(self) -> None:
         """Say that this rank takes no part in the start (--moe-ft-elastic): nobody can replace it."""
@@ -214,7 +214,7 @@ class Rounds:
         return frozenset(self._store.values("waiting"))
 
     def _waits_for_spare(self, number: int) -> bool:
-        return self.has(Mark.WAITS, number) and not self.has(Mark.WAITS_NO_MORE, number)
+        return self.has(RoundMark.WAITS, number) and not self.has(RoundMark.WAITS_NO_MORE, number)
 
     def _declare(self, number: int, what: dict[str, Any]) -> bool:
         """Begin a round, unless it has begun; return whether it is that of the caller."""

@@ -17,7 +17,7 @@ import moe_ft
 from moe_ft.cluster import job_store
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.member import own_assignment, own_member
-from moe_ft.cluster.rounds import Mark, Rounds
+from moe_ft.cluster.rounds import RoundMark, Rounds
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.errors import JobStoreError, RepairError
@@ -252,7 +252,7 @@ def report_training(assignment: Assignment) -> None:
     """
     with closing(job_store.reach_own(assignment, _REACH_S)) as store:
         rounds = Rounds(store, assignment.rank, assignment.world_size)
-        rounds.note(Mark.NOT_IN_PLACE)
+        rounds.note(RoundMark.NOT_IN_PLACE)
         rounds.begin_training()
 
 

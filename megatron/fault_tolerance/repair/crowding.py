@@ -14,7 +14,7 @@ import torch
 
 from moe_ft.calls import nccl_version
 from moe_ft.cluster.member import Member
-from moe_ft.cluster.rounds import Mark
+from moe_ft.cluster.rounds import RoundMark
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import flag_of, size_text
 from moe_ft.config.lost_nodes import FLAG
@@ -82,7 +82,7 @@ class Crowding(LoopListener):
         if self._member.rank == 0 and not self._member.is_replacement:
             what = "a node that trains runs its ranks, too"
             if why:
-                self._member.rounds.note(Mark.FULL)
+                self._member.rounds.note(RoundMark.FULL)
                 what = f"the job ends: {why} Then a node that trains could run its ranks, too"
             say(f"if a node is lost and no spare is left, {what} ({FLAG})")
 

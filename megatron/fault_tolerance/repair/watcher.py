@@ -18,7 +18,7 @@ from megatron.fault_tolerance.repair.nccl import end_process, why_lost
 from megatron.fault_tolerance.repair.own_errors import OwnErrors, may_be_of_others
 from moe_ft.cluster.link import RankLink
 from moe_ft.cluster.member import Member
-from moe_ft.cluster.rounds import Mark, Rounds
+from moe_ft.cluster.rounds import RoundMark, Rounds
 from moe_ft.files.progress import awaiting_others, excused_until_s, progress_s
 from moe_ft.loop.hangs import LAST_WORDS_S
 from moe_ft.loop.waits import stack_of
@@ -105,7 +105,7 @@ class Watcher:
         self._next_look_s = time.monotonic() + _TIMEOUT_POLL_S
         if failure := self._links.failure():
             warn(f"{failure}: all ranks leave what they are doing")
-            self._rounds.note(Mark.TIMED_OUT, number)
+            self._rounds.note(RoundMark.TIMED_OUT, number)
         return False
 
     def _end_if_stuck(self) -> None:
@@ -178,13 +178,13 @@ class Deaths:
         """Return whether a round has begun; wait for that, if asked to, as long as it may still begin."""
         begin_s, rounds = time.monotonic(), self._member.rounds
         if waits and is_timeout(error):
-            rounds.note(Mark.TIMED_OUT, number)
+            rounds.note(RoundMark.TIMED_OUT, number)
         if waits and not rounds.is_declared(number):
-            rounds.note(Mark.SUSPECTED, number)
+            rounds.note(RoundMark.SUSPECTED, number)
         while not rounds.is_declared(number):
             # A rank that hangs ends itself then.
             wait_s = _NOTICE_S * (1 + self._member.assignment.is_watched) + (
-                STUCK_S if rounds.has(Mark.TIMED_OUT, number) else 0.0
+                STUCK_S if rounds.has(RoundMark.TIMED_OUT, number) else 0.0
             )
             if not waits or time.monotonic() - begin_s > wait_s:
                 return False

@@ -10,7 +10,7 @@ from moe_ft.cluster.fork_server import ForkServer
 from moe_ft.cluster.forks import Forks
 from moe_ft.cluster.link import Pulse, RankLink
 from moe_ft.cluster.membership import Job
-from moe_ft.cluster.rounds import Entry, Mark, Rounds
+from moe_ft.cluster.rounds import Entry, RoundMark, Rounds
 from moe_ft.faults import Section
 from moe_ft.loop import hangs
 from moe_ft.loop.hangs import Hangs, Limits, Silence
@@ -172,10 +172,10 @@ def rounds_without_end(patches: Patches) -> None:
     patches.set(rounds, "MOST_UNFINISHED", 1000)
 
 
-def _never_noted(patches: Patches, never: Mark) -> None:
+def _never_noted(patches: Patches, never: RoundMark) -> None:
     original = Rounds.note
 
-    def note(self: Rounds, mark: Mark, number: int = 0) -> None:
+    def note(self: Rounds, mark: RoundMark, number: int = 0) -> None:
         if mark is not never:
             original(self, mark, number)
 
@@ -185,13 +185,13 @@ def _never_noted(patches: Patches, never: Mark) -> None:
 @repair_mutation
 def finished_rounds_forgotten(patches: Patches) -> None:
     """Nobody says that a repair has ended."""
-    _never_noted(patches, Mark.FINISHED)
+    _never_noted(patches, RoundMark.FINISHED)
 
 
 @repair_mutation
 def timeouts_kept_to_oneself(patches: Patches) -> None:
     """A rank that has timed out waiting for another one does not tell the others."""
-    _never_noted(patches, Mark.TIMED_OUT)
+    _never_noted(patches, RoundMark.TIMED_OUT)
 
 
 @repair_mutation

@@ -11,7 +11,7 @@ from megatron.fault_tolerance.repair.crowding import (
     why_no_room,
     with_ranks_of,
 )
-from moe_ft.cluster.rounds import Mark
+from moe_ft.cluster.rounds import RoundMark
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError
 from moe_ft.loop.listeners import EndedIteration
@@ -51,7 +51,7 @@ def conclude(site: Site | None, value: str = "auto", rank: int = 0) -> bool:
     listener.start()
     for _ in range(2):
         listener.after_iteration(ENDED)
-    return member.rounds.has(Mark.FULL)
+    return member.rounds.has(RoundMark.FULL)
 
 
 def test_ranks_of_a_lost_node_are_on_the_host_and_in_its_domain(memory_dir: Path) -> None:

@@ -26,7 +26,7 @@ from megatron.fault_tolerance.repair.swap import Recipes
 from megatron.fault_tolerance.seams.stack import Layer, Layers
 from moe_ft.cluster.link import Heart, RankLink
 from moe_ft.cluster.member import Member
-from moe_ft.cluster.rounds import Entry, Mark, Rounds
+from moe_ft.cluster.rounds import Entry, RoundMark, Rounds
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
 from moe_ft.errors import ConfigError, LinksEndedError, RepairError
 from moe_ft.loop.listeners import Listeners, LoopState
@@ -189,8 +189,8 @@ def test_job_that_cannot_be_repaired_meets_in_the_store_and_knows_why(
     monkeypatch.setattr(seam, "TorchStore", lambda store, _: store)
     with installed(config, args, listeners) as arguments:
         assert arguments == {"store": store} and listeners.loop.no_repair == "one rank"
-        assert not rounds.has(Mark.ENDED)
-    assert rounds.has(Mark.ENDED)
+        assert not rounds.has(RoundMark.ENDED)
+    assert rounds.has(RoundMark.ENDED)
 
 
 def test_first_rank_on_gpus_says_that_this_is_untried_and_what_is_set(

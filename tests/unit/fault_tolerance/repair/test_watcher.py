@@ -17,7 +17,7 @@ from megatron.fault_tolerance.repair.gloo import Gloo
 from megatron.fault_tolerance.repair.own_errors import OwnErrors
 from megatron.fault_tolerance.repair.watcher import Deaths, ending_after
 from moe_ft.cluster.member import Member
-from moe_ft.cluster.rounds import Entry, Mark, Rounds
+from moe_ft.cluster.rounds import Entry, RoundMark, Rounds
 from moe_ft.files.progress import note_progress, waiting
 from moe_ft.loop.listeners import LoopState
 from moe_ft.verdicts import Failure, FailureKind
@@ -107,7 +107,7 @@ def test_failure_without_an_exception_has_all_leave_their_iteration(
     with rank.watching():
         transport.text = "NCCL reports TIMEOUT in group 3"
         rank.wait_for_the_end()
-    assert rank.member.rounds.has(Mark.TIMED_OUT, 1), "the other ranks learn of it"
+    assert rank.member.rounds.has(RoundMark.TIMED_OUT, 1), "the other ranks learn of it"
     assert "NCCL reports TIMEOUT in group 3: all ranks leave" in capsys.readouterr().err
 
 

@@ -14,7 +14,7 @@ from moe_ft.cluster.coordinator import policy_of
 from moe_ft.cluster.failures import Reported
 from moe_ft.cluster.options import KeepOptions
 from moe_ft.cluster.roster import ARRIVED, Order, of_node
-from moe_ft.cluster.rounds import Mark, Rounds
+from moe_ft.cluster.rounds import RoundMark, Rounds
 from moe_ft.cluster.target import Target
 from moe_ft.verdicts import Failure, FailureKind
 from tests.unit.moe_ft.cluster.node_job import Job, ranks
@@ -27,7 +27,7 @@ def job_that_trains(num_nodes: int = 2, num_spares: int = 0, **policy: Any) -> t
     for number in range(num_nodes + num_spares):
         job.come(f"host{number}", number)
     rounds = Rounds(job.store, 0, num_nodes)
-    rounds.note(Mark.FINISHED, 0)
+    rounds.note(RoundMark.FINISHED, 0)
     job.coordinator.step()
     for seat in job.seats.values():
         seat.new_orders()
@@ -57,7 +57,7 @@ def test_silence_makes_a_node_lost_sooner_where_ranks_have_lost_connections(
     advance: Advance,
 ) -> None:
     job, rounds = job_that_trains(num_spares=1)
-    rounds.note(Mark.SUSPECTED, 1)
+    rounds.note(RoundMark.SUSPECTED, 1)
     for _ in range(4):
         advance(1.0)
         for name in ("host0", "host2"):
@@ -71,7 +71,7 @@ def test_suspicion_is_counted_in_beats_which_are_rare_in_a_large_job(
 ) -> None:
     monkeypatch.setattr(roster, "poll_s", lambda world_size, least_s: 3.3)  # of 2,048 nodes
     job, rounds = job_that_trains(num_spares=1)
-    rounds.note(Mark.SUSPECTED, 1)
+    rounds.note(RoundMark.SUSPECTED, 1)
     for _ in range(3):
         for _ in range(3):
             advance(1.0)
@@ -129,7 +129,7 @@ def test_each_node_is_told_whom_to_watch_as_nodes_come_and_are_lost(advance: Adv
     own = [int(name[-1]) for seat in order for name in job.seats if job.seats[name] is seat]
     assert ports() == [[own[(place + each) % 5] for each in (1, 2, 3)] for place in range(5)]
     rounds = Rounds(job.store, 0, 5)
-    rounds.note(Mark.FINISHED, 0)
+    rounds.note(RoundMark.FINISHED, 0)
     spare = job.come("host5", 5)  # whose system tells nothing
     assert all(len(seat.watched()) in (2, 3) for seat in order) and len(spare.watched()) == 3
     lost = next(name for name, seat in job.seats.items() if seat is order[0])
@@ -155,7 +155,7 @@ def test_ranks_that_a_host_had_for_a_lost_node_end_before_another_node_gets_them
     del job.seats["host2"]
     spare = job.come("host3", 3)
     assert not host.new_orders() and not spare.new_orders()
-    rounds.note(Mark.FINISHED, 1)
+    rounds.note(RoundMark.FINISHED, 1)
     job.coordinator.step()
     assert host.new_orders() == [Order(ends=(2,), round=1, num_nodes=3)]
     (order,) = spare.new_orders()
@@ -171,7 +171,7 @@ def test_roles_are_played_in_the_round_of_the_loss(advance: Advance) -> None:
         job.come(f"host{number}", number)
     beat_but(job, "host3", advance=advance)
     assert rounds.absent(1) == {3} and rounds.lost_s(1) > 0
-    rounds.note(Mark.FINISHED, 1)
+    rounds.note(RoundMark.FINISHED, 1)
     del job.seats["host3"]
     seat = job.come("host3", 3)
     assert [order.round for order in seat.new_orders()] == [2] and rounds.absent(2) == set()

@@ -11,7 +11,7 @@ from moe_ft.cluster import failures, job_store
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.failures import Consequence, FailureNotes, Reported, left_out_by, report_failure
 from moe_ft.cluster.member import Member, become_member
-from moe_ft.cluster.rounds import Mark, Rounds
+from moe_ft.cluster.rounds import RoundMark, Rounds
 from moe_ft.loop.listeners import EndedIteration, LoopState
 from moe_ft.loop.progress import ReportsTraining
 from moe_ft.verdicts import LIKELY_AGAIN, Failure, FailureKind
@@ -135,10 +135,10 @@ def test_first_finished_iteration_is_reported_and_that_nothing_is_repaired(
     rounds = Rounds(job_store.reach_own(assignment, 10.0), 1, 2)
     become_member(None, assignment)
     ReportsTraining(LoopState(), rank=1).after_iteration(ENDED)
-    assert not rounds.has(Mark.FINISHED)
+    assert not rounds.has(RoundMark.FINISHED)
     listener = ReportsTraining(LoopState(), rank=0)
     listener.after_iteration(ENDED)
-    assert rounds.has(Mark.FINISHED) and rounds.has(Mark.NOT_IN_PLACE)
+    assert rounds.has(RoundMark.FINISHED) and rounds.has(RoundMark.NOT_IN_PLACE)
     become_member(None, Assignment(rank=0, local_rank=0, world_size=2, node="", meet=("gone", 1)))
     listener.after_iteration(ENDED)  # it asks nobody again
 
@@ -147,10 +147,10 @@ def test_job_whose_ranks_are_replaced_reports_it_elsewhere(assignment: Assignmen
     rounds, loop = Rounds(job_store.reach_own(assignment, 10.0), 1, 2), LoopState()
     become_member(Member(assignment), assignment)
     ReportsTraining(loop, rank=0).after_iteration(ENDED)
-    assert not rounds.has(Mark.FINISHED) and not rounds.has(Mark.NOT_IN_PLACE)
+    assert not rounds.has(RoundMark.FINISHED) and not rounds.has(RoundMark.NOT_IN_PLACE)
     loop.no_repair = "--async-save"
     ReportsTraining(loop, rank=0).after_iteration(ENDED)
-    assert rounds.has(Mark.FINISHED) and rounds.has(Mark.NOT_IN_PLACE)
+    assert rounds.has(RoundMark.FINISHED) and rounds.has(RoundMark.NOT_IN_PLACE)
 
 
 def test_rank_without_an_agent_or_its_store_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from moe_ft.cluster.rounds import Entry, Mark, Rounds
+from moe_ft.cluster.rounds import Entry, RoundMark, Rounds
 from moe_ft.errors import RepairError
 from tests.unit.signed import signed
 
@@ -88,7 +88,9 @@ def test_stranger_who_writes_to_all_keys_beforehand_changes_no_round(
     store = signed(open_store)
     first, other = Rounds(store, 0, 2), Rounds(store, 1, 2)
     assert (
-        not first.has(Mark.TIMED_OUT, 1) and not first.is_declared(1) and not first.is_finished(1)
+        not first.has(RoundMark.TIMED_OUT, 1)
+        and not first.is_declared(1)
+        and not first.is_finished(1)
     )
     assert Rounds(store, 1, 2).join_for_dead(Entry(rank=1, died_s=5.5)) == 1
     assert first.is_declared(1) and not first.is_declared(2)
@@ -100,7 +102,7 @@ def test_stranger_who_writes_to_all_keys_beforehand_changes_no_round(
     with pytest.raises(RepairError, match="rank 0 says"):
         other.wait_until_ready(1, 0.0)
     first.wait_until_ready(1, 0.0)
-    first.note(Mark.FINISHED, 1)
+    first.note(RoundMark.FINISHED, 1)
     assert other.is_finished(1)
 
 
@@ -118,5 +120,5 @@ def test_replacement_that_has_met_the_others_knows_where_training_is_and_no_othe
     assert rounds.survivors(2) == {1, 2}
     assert rounds.declare_lost([1], 2, [2]) == 3
     assert rounds.survivors(3) == set()
-    rounds.note(Mark.FINISHED, 3)
+    rounds.note(RoundMark.FINISHED, 3)
     assert rounds.survivors(3) == {0, 1}
