@@ -5,13 +5,15 @@
     python -m tests.mistakes choose RUN TESTS...                  # print tests that may go
 
 RUN is a folder for what is found; each command continues what is there, and ends after --seconds. TESTS are
-paths of tests that may go, --other TESTS such that remain. A mistake
-changes one place of a function: a comparison, a condition, a number, an operator, a statement that is left
-out, None instead of a result. It is put into the function's code object in a fork of a warm process, so that
-it costs about as much as the tests that run its line. A test may go if whatever it notices is noticed by
-others that remain, or by simulated schedules. A test on whose lines few mistakes were tried remains.
+paths of tests that may go, --other TESTS such that remain. A mistake changes one place of a function: a
+comparison, a condition, a number, an operator, a statement that is left out, None instead of a result. It is
+put into the function's code object in a fork of a warm process, so that it costs about as much as the tests
+that run its line.
 
-It knows nothing of tests in other processes, such as tests/distributed: these notice more.
+A test may go if whatever it notices is noticed by others that remain, or by simulated schedules. A few
+mistakes are weak evidence: read a test before it goes, and keep it if its own claim was not tried. Where a
+test is said to remain, slower tests or more schedules may notice too. Tests in other processes, such as
+tests/distributed, are not asked.
 """
 
 import argparse

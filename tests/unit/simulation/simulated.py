@@ -75,8 +75,5 @@ class Simulated:
             f"hangs at {self.kernel.now:.1f} s: {[each for each in first if not each.is_done]}"
         )
 
-    def rest(self, seconds: float = 1.0) -> None:
-        self.kernel.run(lambda: False, self.kernel.now + seconds)
-
     def later(self, seconds: float, act: Callable[[], Any]) -> None:
         self.kernel.call_later(seconds, act)
