@@ -34,7 +34,8 @@ from moe_ft.format.entries import ModelPlaces
 from moe_ft.format.packings import ALIGNMENT_BYTES
 from moe_ft.planning.experts import ExpertLayout
 from moe_ft.planning.placement import place_replicas, sources_of
-from moe_ft.planning.recovery import Source, Tier, Version
+from moe_ft.planning.recovery import Source, Version
+from moe_ft.planning.tiers import MEMORY, PEER, STORAGE, Tier
 from moe_ft.recovery.assembly import RankSizes, measure_sizes
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
 from moe_ft.recovery.left import Left
@@ -45,7 +46,7 @@ from moe_ft.recovery.readers import (
     Readers,
     StorageReader,
 )
-from moe_ft.recovery.transfer import Transfer
+from moe_ft.recovery.transfer import OwnUnits
 from moe_ft.strategies.dense import DenseStrategy
 from moe_ft.strategies.interface import Strategy
 from moe_ft.strategies.partial.selection import PartialConfig, RankShare
@@ -237,7 +238,7 @@ class MoeFtMemory(Candidate):
         source = Source(tier=tier, version=found[0])
         left = Left(Readers(open_source), [source])
         left.look_at_all()
-        transfer = Transfer(left, self._catalog, self.site.rank, is_other_layout=False)
+        transfer = OwnUnits(left, self._catalog)
         state: State = {}
         for unit in self._catalog.units:
             newest = max(transfer.versions(unit, Level.FULL, None))
@@ -251,7 +252,7 @@ class MoeFtMemory(Candidate):
         """Return the tier, what lies there, and what opens it."""
         node_dir = self._node_dir(self._node)
         versions = self._look_at(self._node, is_replica=False)
-        return Tier.MEMORY, versions, lambda source: MemoryReader(node_dir / source.version.path)
+        return MEMORY, versions, lambda source: MemoryReader(node_dir / source.version.path)
 
     def _look_at(self, node: str, *, is_replica: bool) -> list[Version]:
         found = look_at_memory(self._node_dir(node), node, self._stand_ins.JOB_ID)
@@ -282,7 +283,7 @@ class MoeFtPeer(MoeFtMemory):
         address = self._topology.ranks[self._holder].address
         assert address is not None
         connection = PeerConnection(address, self._token)
-        return Tier.PEER, versions, lambda source: PeerReader(connection, source.version)
+        return PEER, versions, lambda source: PeerReader(connection, source.version)
 
 
 class MoeFtStorage(MoeFtMemory):
@@ -297,7 +298,7 @@ class MoeFtStorage(MoeFtMemory):
     def _recovery(self) -> tuple[Tier, list[Version], Opener]:
         storage = Storage(str(self._persist_dir))
         versions = look_at_storage(storage).versions
-        return Tier.STORAGE, versions, lambda source: StorageReader.open(storage, source.version)
+        return STORAGE, versions, lambda source: StorageReader.open(storage, source.version)
 
 
 class MoeFtSparse(MoeFtStorage):

@@ -34,12 +34,15 @@ from moe_ft.engine.snapshots.windows import UnitLayouts
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.index import Index
 from moe_ft.planning.experts import ExpertLayout
-from moe_ft.planning.recovery import Source, Tier, Version
-from moe_ft.recovery.fetch import fetch_window
+from moe_ft.planning.recovery import Source, Version
+from moe_ft.planning.tiers import MEMORY
+from moe_ft.recovery.fetch import read_window
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.inventory import look_at_memory
+from moe_ft.recovery.left import Left
 from moe_ft.recovery.put_back import put_back
 from moe_ft.recovery.readers import MemoryReader, Readers
+from moe_ft.recovery.transfer import OwnUnits
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.record import CapturedRecord
 from moe_ft.state.router_load import RouterLoad
@@ -220,13 +223,16 @@ def measure_recovery(rank: EngineRank, repetitions: int) -> Rows:
     content = path.read_bytes()
     index = decode(content, Index, str(path))
     version = _version_of(index, str(path.relative_to(rank.node_dir)))
-    sources = [Source(tier=Tier.MEMORY, version=version)]
+    sources = [Source(tier=MEMORY, version=version)]
     fetched = Fetched()
 
     def fetch_state() -> None:
         nonlocal fetched
         readers = Readers(lambda source: MemoryReader(rank.node_dir / source.version.path))
-        fetched = fetch_window(sources, rank.catalog.units, rank.catalog, readers)
+        left = Left(readers, sources)
+        index = left.first_index()
+        assert index is not None
+        fetched = read_window(left, OwnUnits(left, rank.catalog), index, rank.catalog.units)
 
     steps: dict[str, Callable[[], object]] = {
         f"encode an index of {len(content) / 1e6:.1f} MB": lambda: encode(index),

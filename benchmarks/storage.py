@@ -36,13 +36,16 @@ from moe_ft.files.storage import Storage, file_tag
 from moe_ft.format import checksums
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index, check_units
-from moe_ft.planning.recovery import Source, Tier
-from moe_ft.recovery.fetch import fetch_window
+from moe_ft.planning.recovery import Source
+from moe_ft.planning.tiers import MEMORY
+from moe_ft.recovery.fetch import read_window
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.inspect.verification import verify
 from moe_ft.recovery.inventory import look_at_memory
+from moe_ft.recovery.left import Left
 from moe_ft.recovery.put_back import put_back
 from moe_ft.recovery.readers import MemoryReader, Readers
+from moe_ft.recovery.transfer import OwnUnits
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.strategies.dense import DenseStrategy
 
@@ -144,9 +147,12 @@ def measure_restore(
     def fetch_state() -> None:
         nonlocal fetched
         versions = look_at_memory(memory, _NODE, stand_ins.JOB_ID).versions
-        sources = [Source(tier=Tier.MEMORY, version=version) for version in versions]
+        sources = [Source(tier=MEMORY, version=version) for version in versions]
         readers = Readers(lambda source: MemoryReader(region.index_path, [region]))
-        fetched = fetch_window(sources, catalog.units, catalog, readers)
+        left = Left(readers, sources)
+        index = left.first_index()
+        assert index is not None
+        fetched = read_window(left, OwnUnits(left, catalog), index, catalog.units)
 
     def put_state_back() -> None:
         put_back(list(fetched.units.values()), catalog, _ITERATION, stand_ins.no_fault)

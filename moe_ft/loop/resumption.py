@@ -207,7 +207,7 @@ class Resumption:
 def continuation_of(outcome: RecoveryOutcome) -> str:
     """Return a line for people about a recovery; they have read before that ranks have died."""
     line = f"training continues after iteration {outcome.iteration}"
-    if tiers := " and ".join(sorted(tier.value for tier in outcome.sources)):
+    if tiers := " and ".join(sorted(tier.name for tier in outcome.sources)):
         line += f", whose state comes from {tiers}"
     if outcome.stages:
         line += f"; stages that have run iterations again: {', '.join(map(str, outcome.stages))}"
@@ -226,7 +226,7 @@ def recovery_fields(outcome: RecoveryOutcome, num_replayed: int) -> dict[str, An
         "start": outcome.start,
         "writer": outcome.writer,
         **(outcome.loss or JobLoss()).fields(),
-        "sources": {tier.value: count for tier, count in outcome.sources.items()},
+        "sources": {tier.name: count for tier, count in outcome.sources.items()},
         "needed_bytes": outcome.needed_bytes,
         "read_bytes": dict(outcome.read_bytes),
         "phases_s": dict(outcome.phases_s),

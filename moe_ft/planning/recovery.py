@@ -7,20 +7,12 @@ recovery/inventory.py finds the versions, recovery/fetch.py reads them.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import override
 
 from moe_ft.format.entries import FileEntry
 from moe_ft.format.identity import Family, History, Start
 from moe_ft.planning.branches import is_alive, known_names, order_starts, order_written
-
-
-class Tier(StrEnum):
-    """Place of state as seen from the rank that reads it, in order of preference."""
-
-    MEMORY = "memory"  # host memory of its own node
-    PEER = "peer"  # host memory of another node
-    STORAGE = "storage"
+from moe_ft.planning.tiers import MEMORY, STORAGE, Tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +22,9 @@ class Version:
     Attributes:
         iteration: Megatron's counter; that of the last snapshot for a window.
         history: the starts of its run up to the one that wrote it.
-        node: the node whose memory holds it; None for storage.
-        path: its index, relative to the node's memory directory or the persist directory.
+        node: the node that holds it; None if all nodes read the same.
+        path: its index, relative to the directory of its tier.
+        tier: as its own node sees it.
         is_replica: whether it lies in memory that a peer keeps for the rank.
         is_breakpoint: whether the rank wrote it on its way out, which the others may not have done.
         replay_settings: settings that the replay of a window must have, as JSON.
@@ -48,6 +41,7 @@ class Version:
     history: History
     node: str | None
     path: str
+    tier: Tier = MEMORY
     is_replica: bool = False
     is_breakpoint: bool = False
     window: int = 1
@@ -68,6 +62,17 @@ class Version:
         """Family of the version, see `Identity.family`."""
         return self.iteration, -self.window, self.start
 
+    @property
+    def place(self) -> str:
+        """The place that has it, for people."""
+        return self.tier.name if self.node is None else f"{self.tier.name} of node {self.node}"
+
+    def seen_from(self, node: str) -> "Source":
+        """Return it as a source of the ranks of a node."""
+        is_near = node == self.node
+        tier = self.tier if is_near else self.tier.from_afar or self.tier
+        return Source(tier=tier, version=self)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
@@ -75,6 +80,11 @@ class Source:
 
     tier: Tier
     version: Version
+
+    @property
+    def place(self) -> str:
+        """The node that it is read from, or the tier that all nodes read alike, such as "storage"."""
+        return self.version.node or self.tier.name
 
 
 class Ordered(Mapping[int, tuple[Source, ...]]):
@@ -199,7 +209,7 @@ class Plan:
         return Basis(
             version=self.version,
             states=frozenset((each.start, each.iteration) for same in copies for each in same),
-            is_on_storage=any(all(each.node is None for each in same) for same in copies),
+            is_on_storage=any(all(each.tier == STORAGE for each in same) for same in copies),
             is_on_breakpoints=any(all(each.is_breakpoint for each in same) for same in copies),
         )
 
@@ -385,14 +395,12 @@ def plan_to_keep(plan: Plan, plans: Sequence[Plan]) -> Plan | None:
 
 
 def order_sources(versions: Sequence[Version], node: str) -> tuple[Source, ...]:
-    """Order the sources of one rank: memory, peers, storage; newer starts first."""
-    sources = [Source(tier=_tier(version, node), version=version) for version in versions]
-    tiers = list(Tier)
+    """Order the sources of a rank of a node: by their tiers, then newer starts first."""
     return tuple(
         sorted(
-            sources,
+            (version.seen_from(node) for version in versions),
             key=lambda source: (
-                tiers.index(source.tier),
+                source.tier.preference,
                 source.version.is_replica,
                 -source.version.start.number,
                 -source.version.iteration,
@@ -401,12 +409,6 @@ def order_sources(versions: Sequence[Version], node: str) -> tuple[Source, ...]:
             ),
         )
     )
-
-
-def _tier(version: Version, node: str) -> Tier:
-    if version.node is None:
-        return Tier.STORAGE
-    return Tier.MEMORY if version.node == node else Tier.PEER
 
 
 def _name_ranks(ranks: Sequence[int], limit: int = 8) -> str:

@@ -2,7 +2,7 @@
 
 What all ranks need goes to all of them once (`Common`). To each rank goes a share with the copies that it may
 read. State of another layout is that of all ranks, so that its copies are common. Tables of versions name the
-writer and the node of each by number; inventories of nodes travel in them too (recovery/inventory.py).
+writer and the place of each by number; inventories of nodes travel in them too (recovery/inventory.py).
 """
 
 from collections import defaultdict
@@ -17,6 +17,7 @@ from moe_ft.format.identity import History
 from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Ordered, Plan, Source, Version, order_sources, versions_of
 from moe_ft.planning.remains import SentLog
+from moe_ft.planning.tiers import Tier
 
 _REPLICA, _BREAKPOINT = 1, 2
 
@@ -34,10 +35,10 @@ class Writer(NamedTuple):
 
 
 class VersionRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A version; its writer and its node by number, its marks as bits."""
+    """A version; its writer and its place by number, its marks as bits."""
 
     writer: int
-    node: int
+    place: int
     rank: int
     iteration: int
     window: int
@@ -47,10 +48,10 @@ class VersionRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Table(msgspec.Struct, frozen=True, array_like=True):
-    """Versions, and what their rows refer to by number."""
+    """Versions, and what their rows refer to by number: writers, and nodes with the tier that holds them."""
 
     writers: list[Writer]
-    nodes: list[str | None]
+    places: list[tuple[Tier, str | None]]
     rows: list[VersionRow]
 
 
@@ -59,7 +60,7 @@ class Packer:
 
     def __init__(self) -> None:
         self._writers: dict[Writer, int] = {}
-        self._nodes: dict[str | None, int] = {}
+        self._places: dict[tuple[Tier, str | None], int] = {}
         # By the identities of what is long: the versions of one writer share it.
         self._known: dict[tuple[object, ...], int] = {}
 
@@ -80,7 +81,7 @@ class Packer:
             writer = self._known[key] = self._writers.setdefault(fields, len(self._writers))
         return VersionRow(
             writer,
-            self._nodes.setdefault(version.node, len(self._nodes)),
+            self._places.setdefault((version.tier, version.node), len(self._places)),
             version.rank,
             version.iteration,
             version.window,
@@ -90,9 +91,9 @@ class Packer:
         )
 
     def table(self, versions: Iterable[Version] = ()) -> Table:
-        """Return versions, with all writers and nodes that were seen so far."""
+        """Return versions, with all writers and places that were seen so far."""
         rows = [self.row(each) for each in versions]
-        return Table([*self._writers], [*self._nodes], rows)
+        return Table([*self._writers], [*self._places], rows)
 
 
 class Unpacker:
@@ -108,7 +109,8 @@ class Unpacker:
             Version(
                 rank=row.rank,
                 iteration=row.iteration,
-                node=table.nodes[row.node],
+                tier=table.places[row.place][0],
+                node=table.places[row.place][1],
                 path=row.path if row.file is None else row.file.index,
                 is_replica=bool(row.marks & _REPLICA),
                 is_breakpoint=bool(row.marks & _BREAKPOINT),

@@ -18,9 +18,10 @@ from moe_ft.format.boundary import BoundaryIndex
 from moe_ft.format.encoding import decode
 from moe_ft.format.records import JobNumbers, numbers_of
 from moe_ft.planning.local_recovery import LocalPlan
-from moe_ft.planning.recovery import Plan, Source, Tier
+from moe_ft.planning.recovery import Plan, Source
 from moe_ft.planning.remains import KeptRecord, Place, SentLog
 from moe_ft.planning.scope import Scope
+from moe_ft.recovery.media import connect
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.readers import Readers
 
@@ -142,10 +143,7 @@ def _sources_with(record: KeptRecord, plan: LocalPlan, met: Met) -> Iterator[Sou
     for source in plan.elsewhere.get(record.rank, ()):
         version = source.version
         if (version.node, version.path) == (record.node, record.path):
-            # Tiers are as the rank of the state sees them.
-            is_here = version.node == met.site.node
-            tier = Tier.STORAGE if version.node is None else Tier.MEMORY if is_here else Tier.PEER
-            yield Source(tier=tier, version=version)
+            yield version.seen_from(met.site.node)  # not as the rank of the state sees it
 
 
 def _open_logs(sent: Sequence[SentLog], met: Met, missing: dict[Place, str]) -> NeighbourLog:
@@ -215,11 +213,7 @@ class _Nodes:
 
     def _connect(self, node: str) -> PeerConnection:
         if node not in self._connections:
-            address = self._met.site.topology.lowest_on_node(node).address
-            assert address is not None
-            self._connections[node] = PeerConnection(
-                address, self._met.token, self._met.config.memory.streams
-            )
+            self._connections[node] = connect(self._met, node)
         return self._connections[node]
 
     def close(self) -> None:

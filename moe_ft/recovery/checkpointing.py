@@ -11,7 +11,8 @@ from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.format.identity import Identity
 from moe_ft.format.records import IterationRecord
 from moe_ft.planning.local_recovery import LocalPlan
-from moe_ft.planning.recovery import Plan, Tier
+from moe_ft.planning.recovery import Plan
+from moe_ft.planning.tiers import Tier
 from moe_ft.recovery.borders import Borders, Lockstep
 from moe_ft.recovery.failures import (
     Attempt,

@@ -1,50 +1,40 @@
 """Fifth phase of a start: a rank reads and verifies its part of the state that a plan names.
 
 Reading changes nothing, so that all ranks can agree on what they have before any live state is overwritten.
-A state of another layout is divided again: what is read looks as if this rank had written it, so that all
-later phases stay as they are. recovery/left.py knows what there is, recovery/transfer.py reads single units.
+recovery/left.py knows what there is, recovery/transfer.py reads single units, recovery/divided.py a state of
+another layout.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from msgspec.msgpack import Decoder
 
-from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.errors import CorruptStateError, PlanError
 from moe_ft.format.entries import FROZEN
 from moe_ft.format.index import Index
 from moe_ft.format.records import Gaps
 from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.lost_tokens import UnitVersion
-from moe_ft.planning.recovery import Plan, Source, Tier
-from moe_ft.planning.relayout import VersionNumber, merge_progress
+from moe_ft.planning.recovery import Plan
+from moe_ft.planning.relayout import VersionNumber
 from moe_ft.planning.remains import place_of
 from moe_ft.recovery.borders import read_borders
-from moe_ft.recovery.claim import Claimed
 from moe_ft.recovery.fetched import Fetched, Rotation, first_iteration
-from moe_ft.recovery.left import Copy, Left, Position, model_blocks, own_blocks, version_of
+from moe_ft.recovery.left import Copy, Left, Position, version_of
 from moe_ft.recovery.meet import Met
-from moe_ft.recovery.new_record import make_record
-from moe_ft.recovery.overview import Overview, in_order, look_at_share, merge
-from moe_ft.recovery.readers import (
-    FetchedUnit,
-    MemoryReader,
-    PeerReader,
-    Readers,
-    StateReader,
-    StorageReader,
-)
-from moe_ft.recovery.transfer import Transfer
-from moe_ft.state.catalog import UnitCatalog
+from moe_ft.recovery.readers import FetchedUnit, Readers
+from moe_ft.recovery.transfer import OwnUnits, Transfer
 from moe_ft.units import Level, UnitId
 
 Units = dict[str, FetchedUnit]
 
 ORIGIN: VersionNumber = (-1, -1)  # the weights that the run began with
-_OVERVIEW = Decoder(Overview)
+_FROZEN_DIFFER = (
+    "copy of the frozen parameters, which are in no snapshot: this start has begun with others (--load?), or "
+    "in another layout"
+)
 _OFFERS = Decoder(
     tuple[
         dict[str, dict[VersionNumber, UnitVersion]], dict[str, tuple[VersionNumber, Sequence[Gaps]]]
@@ -53,46 +43,10 @@ _OFFERS = Decoder(
 _NOTHING = UnitVersion(iteration=-1, routed_tokens=0)
 
 
-def open_readers(met: Met, claimed: Claimed) -> Readers:
-    """Return readers of this rank's sources; each source is opened when it is first read."""
-
-    def open_source(source: Source) -> StateReader:
-        version = source.version
-        if source.tier is Tier.MEMORY:
-            pool = [claimed.memory.pool] if claimed.memory.pool is not None else []
-            return MemoryReader(met.site.node_dir / version.path, [*claimed.memory.regions, *pool])
-        if source.tier is Tier.STORAGE:
-            assert claimed.storage is not None
-            return StorageReader.open(claimed.storage, version)
-        assert version.node is not None
-        address = met.site.topology.lowest_on_node(version.node).address
-        assert address is not None
-        connection = PeerConnection(address, met.token, met.config.memory.streams)
-        return PeerReader(connection, version)
-
-    return Readers(open_source)
-
-
-def fetch_window(
-    sources: Sequence[Source], units: Iterable[UnitId], catalog: UnitCatalog, readers: Readers
-) -> Fetched:
-    """Read and verify what one rank saved of units in one window; its sources come best first."""
-    left = Left(readers, sources)
-    transfer = Transfer(left, catalog, sources[0].version.rank, is_other_layout=False)
-    return _fetch_window(left, transfer, units)
-
-
-def _fetch_window(left: Left, transfer: Transfer, units: Iterable[UnitId]) -> Fetched:
-    while not left.indexes and left.look_further():
-        pass
-    index = next(iter(left.indexes.values()), None)
-    return Fetched() if index is None else _Window(left, transfer, index).fetch(units)
-
-
 class Fetching:
     """One rank's reading of one candidate; all ranks fetch again without what turns out to be damaged.
 
-    Owned by the training thread.
+    recovery/divided.py reads a state of another layout. Owned by the training thread.
     """
 
     def __init__(
@@ -108,35 +62,29 @@ class Fetching:
         Args:
             most_iteration: latest iteration of versions of units that only some snapshots hold; None for any.
         """
-        self._plan, self._met, self._readers, self._origins = plan, met, readers, origins
-        rank, is_other = met.site.rank, plan.is_other_layout
+        self._plan = plan
+        self._met = met
+        self._readers = readers
+        self._origins = origins
+        rank = met.site.rank
         self._sources = plan.sources_of(rank)
-        self._left = Left(
-            readers,
-            self._sources,
-            () if met.strategy.saves_all else plan.elsewhere.get(rank, ()),
-            blocks=model_blocks if is_other else own_blocks,
-            most_iteration=most_iteration,
-        )
-        self._transfer = Transfer(self._left, met.live.catalog, rank, is_other_layout=is_other)
-        self._ranks_there: set[int] = set()  # of another layout, whose state can be read
-        if is_other:
-            self._look_together()
-        elif not met.strategy.saves_all:
-            self._left.look_at_all()
+        others = () if met.strategy.saves_all else plan.elsewhere.get(rank, ())
+        self._left = Left(readers, self._sources, others, most_iteration=most_iteration)
+        self._transfer = self._look()
 
-    def _look_together(self) -> None:
-        """Look at the state of another layout: all ranks together at all, this rank at what it needs."""
-        met, left = self._met, self._left
-        sources = in_order(left.sources_to_open)
-        share = look_at_share(
-            sources, self._sources, self._readers, met.site.topology, met.site.rank
-        )
-        found = met.ranks.everyone.fold(share, merge, _OVERVIEW)
-        needed = self._transfer.numbers_of([*met.strategy.always, *met.strategy.rotating])
-        left.look_at({sources[place] for place in found.places_of(needed)})
-        left.indexes, left.newest_gaps = found.indexes(), found.gaps
-        self._ranks_there = found.ranks
+    def _look(self) -> Transfer:
+        """Look at what this rank has left; at the state itself only as far as it is needed."""
+        if not self._met.strategy.saves_all:
+            self._left.look_at_all()
+        return OwnUnits(self._left, self._met.live.catalog)
+
+    def _find_index(self) -> tuple[Index | None, Sequence[str]]:
+        """Return the index of this rank's state, or None and what it lacks.
+
+        Raises:
+            PlanError: if there is none that fits.
+        """
+        return self._left.first_index(), ()
 
     def leave_out(self, lost: Iterable[Copy]) -> bool:
         """Do without copies that some rank could not read; return whether any of them is new.
@@ -149,66 +97,43 @@ class Fetching:
 
     def fetch(self) -> Fetched:
         """Read and verify what this rank needs. Called by all ranks."""
-        strategy = self._met.strategy
-        fetched = self._fetch_moved() if self._plan.is_other_layout else self._fetch_own()
-        if not strategy.saves_all:
+        fetched = self._fetch_state()
+        if not self._met.strategy.saves_all:
             fetched = self._with_rotation(fetched)
-        if self._plan.is_other_layout or not strategy.saves_all:
-            fetched = replace(fetched, lost=self._left.unreadable)
         return replace(
             fetched,
+            lost=self._left.unreadable,
             needed_bytes=self._transfer.needed_bytes,
             read_bytes=dict(self._transfer.read_bytes),
         )
 
-    def _fetch_own(self) -> Fetched:
-        met, strategy = self._met, self._met.strategy
-        fetched = _fetch_window(self._left, self._transfer, strategy.always)
+    def _fetch_state(self) -> Fetched:
+        """Read the units that each snapshot holds, and what answers to a replay by some stages alone."""
+        strategy = self._met.strategy
+        try:
+            index, lacking = self._find_index()
+            if index is None:
+                fetched = Fetched(missing=tuple(lacking))
+            else:
+                fetched = read_window(self._left, self._transfer, index, strategy.always)
+        except PlanError as error:
+            fetched = Fetched(missing=(str(error),))
         missing = list(fetched.missing)
         is_damaged = fetched.index is None or bool(missing)
-        if fetched.index is not None and fetched.index.origins.get(FROZEN) != self._origins.get(
-            FROZEN
-        ):
-            missing.append(
-                "copy of the frozen parameters: this start has begun with others (--load?)"
-            )
-        if not strategy.saves_all:
-            if fetched.compute:
+        places = [place_of(each.version) for each in self._sources if is_damaged]
+        if fetched.index is not None:
+            if fetched.index.origins.get(FROZEN) != self._origins.get(FROZEN):
+                missing.append(_FROZEN_DIFFER)
+            if fetched.compute and not strategy.saves_all:
                 missing.append("snapshot with all units: it is a window of several snapshots")
-            return replace(fetched, missing=tuple(missing))
-        borders, lacking = (
-            read_borders(self._plan, met, self._readers)
-            if isinstance(self._plan, LocalPlan)
-            else (None, {})
-        )
-        places = (place_of(each.version) for each in self._sources if is_damaged)
+        borders = None
+        if isinstance(self._plan, LocalPlan):
+            borders, lost = read_borders(self._plan, self._met, self._readers)
+            missing += lost.values()
+            places += lost
         return replace(
-            fetched,
-            borders=borders,
-            missing=(*missing, *lacking.values()),
-            unreadable=frozenset((*lacking, *places)),
+            fetched, borders=borders, missing=tuple(missing), unreadable=frozenset(places)
         )
-
-    def _fetch_moved(self) -> Fetched:
-        """Read the state of another layout, and make an index as if this rank had written it.
-
-        A unit that was never saved has nothing: another layout begins with other weights.
-        """
-        met, plan, left = self._met, self._plan, self._left
-        lost = {each.version.rank for each in self._sources} - self._ranks_there
-        if lost:
-            names = tuple(f"index of rank {rank} of the other layout" for rank in sorted(lost))
-            return Fetched(missing=names)
-        try:
-            index = _moved_index(left.indexes, plan, met)
-            window = _Window(left, self._transfer, index, is_other_layout=True)
-            fetched = window.fetch(met.strategy.always)
-        except PlanError as error:
-            return Fetched(missing=(str(error),))
-        if met.live.catalog.frozen_names:
-            frozen = "frozen parameters, which are in no snapshot"
-            fetched = replace(fetched, missing=(frozen, *fetched.missing))
-        return fetched
 
     def _with_rotation(self, fetched: Fetched) -> Fetched:
         """Add the units that only some snapshots hold. Called by all ranks of a stage."""
@@ -224,7 +149,7 @@ class Fetching:
         for unit in units:
             version = best.get(str(unit))
             if version is None:
-                missing.append(self._why_missing(unit))
+                missing.append(self._transfer.why_missing(unit))
             elif version != ORIGIN:
                 try:
                     read[str(unit)] = self._transfer.read(unit, Level.FULL, None, version)
@@ -255,116 +180,56 @@ class Fetching:
         except PlanError:  # reading it says why
             versions = []
         found = {version: version_of(entries[version]) for version in versions}
-        if not self._plan.is_other_layout and (name, self._origins.get(name)) in left.origins:
+        if (name, self._origins.get(name)) in left.origins:
             found[ORIGIN] = _NOTHING
         return found
 
-    def _why_missing(self, unit: UnitId) -> str:
-        return (
-            str(unit)
-            if not self._plan.is_other_layout
-            else _why_moved_is_missing(self._transfer, unit)
-        )
+
+def read_window(left: Left, transfer: Transfer, index: Index, units: Iterable[UnitId]) -> Fetched:
+    """Read and verify the units of a window that a rank saved something of, or has something of now."""
+    first = first_iteration(index)
+    full: Units = {}
+    compute: list[Units] = [{} for _ in range(index.window)] if index.window > 1 else []
+    missing: list[str] = []
+    for unit in filter(transfer.is_wanted, sorted(units)):
+        window = range(first, index.iteration + 1)
+        found = _read_unit(left, transfer, unit, None, window)
+        if isinstance(found, str):
+            missing.append(found)
+            continue
+        full[str(unit)] = found
+        for position in range(found.entry.iteration - first if compute else 0):
+            at = first + position
+            weights = _read_unit(left, transfer, unit, position, range(at, at + 1))
+            if isinstance(weights, str):
+                missing.append(f"weights of {weights} at iteration {at}")
+            else:
+                compute[position][str(unit)] = weights
+    return Fetched(
+        index=index,
+        units=full,
+        compute=compute,
+        missing=tuple(missing),
+        stored_as=transfer.stored_as,
+    )
 
 
-class _Window:
-    """Units of one window, as one rank reads them."""
-
-    def __init__(
-        self, left: Left, transfer: Transfer, index: Index, *, is_other_layout: bool = False
-    ) -> None:
-        self._left, self._transfer, self._index = left, transfer, index
-        self._is_other_layout = is_other_layout
-        self._missing: list[str] = []
-
-    def fetch(self, units: Iterable[UnitId]) -> Fetched:
-        """Read and verify the units that this rank saved something of, or has something of now."""
-        index, first = self._index, first_iteration(self._index)
-        full: Units = {}
-        compute: list[Units] = [{} for _ in range(index.window)] if index.window > 1 else []
-        for unit in filter(self._transfer.is_wanted, sorted(units)):
-            found = self._read(unit, Level.FULL, None, range(first, index.iteration + 1))
-            if found is None:
-                continue
-            full[str(unit)] = found
-            for position in range(found.entry.iteration - first if compute else 0):
-                at = range(first + position, first + position + 1)
-                weights = self._read(unit, Level.COMPUTE, position, at)
-                if weights is not None:
-                    compute[position][str(unit)] = weights
-        return Fetched(
-            index=index,
-            units=full,
-            compute=compute,
-            missing=tuple(self._missing),
-            stored_as=self._transfer.stored_as,
-        )
-
-    def _read(
-        self, unit: UnitId, level: Level, position: Position, iterations: range
-    ) -> FetchedUnit | None:
-        """Return a unit in a version of some iterations; None, and say so, if there is none.
-
-        In the same layout this rank may look at further sources, and at a state of another start: such whole
-        states are the same. Of another layout all ranks must take the same version, which agree.py sees to.
-        """
-        tried = set[VersionNumber]()
-        while True:
-            versions = self._transfer.versions(unit, level, position)
-            left = [each for each in versions if each[1] in iterations and each not in tried]
-            if not self._is_other_layout:
-                copies = self._left.copies[position, str(unit)]
-                order = [copy.version for copy in copies]
-                left.sort(key=order.index)
-            for version in left:
+def _read_unit(
+    left: Left, transfer: Transfer, unit: UnitId, position: Position, iterations: range
+) -> FetchedUnit | str:
+    """Return a unit in a version of some iterations, or the name of what is missing."""
+    level = Level.FULL if position is None else Level.COMPUTE
+    while True:
+        problem = ""
+        for version in transfer.versions(unit, level, position):
+            if version[1] in iterations:
                 try:
-                    return self._transfer.read(unit, level, position, version)
+                    return transfer.read(unit, level, position, version)
                 except CorruptStateError as error:
-                    tried.add(version)
-                    if self._is_other_layout:
-                        self._missing.append(str(error))
-                        return None
-            if not self._left.look_further():
-                self._missing.append(self._name(unit, position))
-                return None
-            tried.clear()
-
-    def _name(self, unit: UnitId, position: Position) -> str:
-        if self._is_other_layout:
-            return _why_moved_is_missing(self._transfer, unit)
-        if position is None:
-            return str(unit)
-        return f"weights of {unit} at iteration {first_iteration(self._index) + position}"
-
-
-def _why_moved_is_missing(transfer: Transfer, unit: UnitId) -> str:
-    if ages := transfer.iterations(unit):
-        return f"whole {unit} in the other layout (iterations there: {ages})"
-    return (
-        f"{unit}: nothing of it was saved. Start in the layout of that run until every expert was"
-    )
-
-
-def _moved_index(indexes: Mapping[int, Index], plan: Plan, met: Met) -> Index:
-    """Return the index of this rank that a state of another layout would have, without units.
-
-    Raises:
-        PlanError: if something that ranks had for themselves has no place here.
-    """
-    counted = [index.progress for index in indexes.values() if index.progress is not None]
-    return msgspec.structs.replace(
-        next(iter(indexes.values())),
-        rank=met.site.rank,
-        node=met.site.node,
-        units={},
-        compute=(),
-        parameters={},
-        records=tuple(
-            make_record(indexes, met, position) for position in range(-plan.version.window, 0)
-        ),
-        progress=merge_progress(counted),
-        model=met.live.model_places,
-    )
+                    problem = str(error)
+        # Further sources are of the same state, or of whole states that are the same.
+        if not left.look_further():
+            return problem or transfer.why_missing(unit)
 
 
 def best_common(

@@ -11,8 +11,8 @@ from moe_ft.format.entries import UNCUT, UnitEntry, lossy_packings
 from moe_ft.format.index import Index
 from moe_ft.format.records import Gaps
 from moe_ft.planning.lost_tokens import UnitVersion
-from moe_ft.planning.recovery import Tier
 from moe_ft.planning.remains import Place
+from moe_ft.planning.tiers import Tier
 from moe_ft.recovery.borders import Borders
 from moe_ft.recovery.left import Copy
 from moe_ft.recovery.readers import FetchedUnit
@@ -80,7 +80,7 @@ class Fetched:
     @property
     def sources(self) -> Counter[Tier]:
         """Number of units that came from each tier."""
-        return Counter(fetched.tier for fetched in self.units.values())
+        return Counter(fetched.source.tier for fetched in self.units.values())
 
     @property
     def lossy(self) -> dict[str, str]:

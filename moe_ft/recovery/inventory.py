@@ -25,6 +25,7 @@ from moe_ft.format.records import JobNumbers
 from moe_ft.planning.recovery import Version
 from moe_ft.planning.remains import FoundLog
 from moe_ft.planning.shares import Packer, Table, Unpacker
+from moe_ft.planning.tiers import STORAGE
 
 _MOST_PROBLEMS = 64  # that ranks know which do not plan
 
@@ -313,7 +314,8 @@ def _add_checkpoint(inventory: Inventory, directory: str, manifest: Manifest) ->
     identity = inventory.add_identity(directory, manifest.identity)
     first = _version(identity, 0, manifest.iteration, manifest.window, "")
     inventory.versions += [
-        replace(first, rank=file.rank, path=file.index, file=file) for file in manifest.files
+        replace(first, rank=file.rank, path=file.index, file=file, tier=STORAGE)
+        for file in manifest.files
     ]
 
 

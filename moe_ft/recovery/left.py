@@ -1,28 +1,23 @@
-"""State that ranks have left, as one rank sees it: copies of units, their parts, and where they are.
+"""State that ranks have left, as one rank sees it: copies of units, and where they are.
 
-In the same layout only what a rank of the same number has left counts, and its tensors are compared as they
-are. Of another layout every rank may need something of all ranks, and tensors are compared by their places in
-the model. recovery/transfer.py reads what a plan takes from here.
+In the same layout only what a rank of the same number has left counts. Of another layout every rank may need
+something of all ranks. recovery/transfer.py reads what a plan takes from here.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry
+from moe_ft.format.entries import ParameterEntry, UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.format.records import Gaps
 from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.planning.recovery import Source
-from moe_ft.planning.relayout import VersionNumber, blocks_of
-from moe_ft.planning.transfer import Block, Part, cut
+from moe_ft.planning.relayout import VersionNumber
 from moe_ft.recovery.readers import Readers
 
-_UNBOUNDED = (1 << 62,)
-
 Position = int | None  # number of the snapshot that has a unit at COMPUTE; None for FULL
-Blocks = Callable[[ParameterEntry | None, TensorEntry], Sequence[Block]]
 
 
 class Copy(NamedTuple):
@@ -35,33 +30,6 @@ class Copy(NamedTuple):
     checksum: str
 
 
-class SavedTensor(NamedTuple):
-    """One tensor of a saved unit, by its number in the unit."""
-
-    copy: Copy
-    number: int
-
-
-class OwnTensor(NamedTuple):
-    """Tensor of a rank, if the layout is the same."""
-
-    parameter: str
-    key: str
-    dtype: str
-
-
-def own_blocks(_: ParameterEntry | None, tensor: TensorEntry) -> Sequence[Block]:
-    """Return the block that a tensor is in the same layout: the tensor itself, flat."""
-    own = OwnTensor(tensor.parameter, tensor.key, tensor.dtype)
-    return (Block(own, (0,), _UNBOUNDED, _UNBOUNDED, (0,)),)
-
-
-def model_blocks(entry: ParameterEntry | None, tensor: TensorEntry) -> Sequence[Block]:
-    """Return the blocks of a tensor in the tensors of the model."""
-    assert entry is not None
-    return blocks_of(entry.places or (), entry.shape, tensor.key)
-
-
 class Left:
     """Everything that was found of a state, and of single units in others. Owned by the training thread.
 
@@ -70,8 +38,8 @@ class Left:
             the overview.
         newest_gaps: by layer name, the start and iteration of the newest state, and its ``[expert]`` gaps.
         sources: of each copy, best first.
+        units, parameters: of each copy its entry, and those of the parameters of its rank.
         copies: by position and unit name, best first.
-        parts: by position and tensor, what there is of each version.
         lost: copies that a rank could not read anywhere, as all ranks know.
     """
 
@@ -81,7 +49,6 @@ class Left:
         own: Sequence[Source],
         others: Iterable[Source] = (),
         *,
-        blocks: Blocks = own_blocks,
         most_iteration: int | None = None,
     ) -> None:
         """Remember where to look.
@@ -91,7 +58,8 @@ class Left:
             others: sources of other states of the run, of which single units may be used.
             most_iteration: latest iteration of these; None for any.
         """
-        self.readers, self._blocks, self._most_iteration = readers, blocks, most_iteration
+        self.readers = readers
+        self._most_iteration = most_iteration
         known = set(own)
         self._waiting = [(each, True) for each in own]
         self._waiting += [(each, False) for each in others if each not in known]
@@ -99,10 +67,8 @@ class Left:
         self.newest_gaps: dict[str, tuple[VersionNumber, Sequence[Gaps]]] = {}
         self.sources: dict[Copy, list[Source]] = defaultdict(list)
         self.units: dict[Copy, UnitEntry] = {}
+        self.parameters: dict[Copy, Mapping[str, ParameterEntry]] = {}
         self.copies: dict[tuple[Position, str], list[Copy]] = defaultdict(list)
-        self.parts: dict[tuple[Position, object], dict[VersionNumber, list[Part]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
         self.origins: set[tuple[str, str]] = set()
         self.lost: set[Copy] = set()
         self._failed: set[tuple[Copy, Source]] = set()
@@ -120,6 +86,12 @@ class Left:
                 self._add(source, reader.index, is_own)
                 return True
         return False
+
+    def first_index(self) -> Index | None:
+        """Return the index of the best source that can be read; None if there is none."""
+        while not self.indexes and self.look_further():
+            pass
+        return next(iter(self.indexes.values()), None)
 
     def look_at_all(self) -> None:
         """Open all sources."""
@@ -157,20 +129,7 @@ class Left:
             return
         self.units[copy] = unit
         self.copies[position, name].append(copy)
-        for number, tensor in enumerate(unit.tensors):
-            blocks = self._blocks(index.parameters.get(tensor.parameter), tensor)
-            for part in cut(SavedTensor(copy, number), blocks, tensor.start, tensor.end):
-                self.parts[position, part.block.tensor][unit.version].append(part)
-
-    def parts_of(
-        self, position: Position, tensors: Collection[object]
-    ) -> dict[VersionNumber, list[Part]]:
-        """Return what there is of tensors by version, without what ranks could not read."""
-        found: dict[VersionNumber, list[Part]] = defaultdict(list)
-        for tensor in tensors:
-            for version, parts in self.parts.get((position, tensor), {}).items():
-                found[version] += (each for each in parts if each.owner.copy not in self.lost)
-        return found
+        self.parameters[copy] = index.parameters
 
     def readable(self, copy: Copy) -> list[Source]:
         """Return the sources of a copy that have not failed, best first."""

@@ -26,14 +26,8 @@ from moe_ft.recovery.attempts import RankError, attempt
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.claim import Claimed
 from moe_ft.recovery.failures import Attempt, failed_locally, failed_too_often, read_attempts
-from moe_ft.recovery.inventory import (
-    Inventory,
-    look_at_logs,
-    look_at_memory,
-    look_at_storage,
-    merge_packed,
-    pack,
-)
+from moe_ft.recovery.inventory import Inventory, look_at_logs, merge_packed, pack
+from moe_ft.recovery.media import find_for_all, find_on_node
 from moe_ft.recovery.meet import Met
 
 
@@ -144,7 +138,7 @@ def _look_here(met: Met) -> _Sight:
     site = met.site
     if not site.is_lowest_on_node:
         return _Sight()
-    inventory = look_at_memory(site.node_dir, site.node, site.job_id)
+    inventory = find_on_node(site)
     if met.pipelines is not None:
         inventory.logs = look_at_logs(site.node_dir, site.node, site.job_id)
     launch, note = site.launch, read_note(site.node_dir)
@@ -160,8 +154,7 @@ def _look_here(met: Met) -> _Sight:
 def _join(sights: Sequence[_Sight], met: Met, claimed: Claimed) -> Found:
     """Return what all ranks have found, and what is on storage. Called by rank 0."""
     inventory = merge_packed(each.inventory for each in sights if each.inventory)
-    if claimed.storage is not None:
-        inventory.merge(look_at_storage(claimed.storage))
+    inventory.merge(find_for_all(claimed))
     mark_other_layouts(inventory, met.fingerprint, met.facts.world_size)
     noted = [attempt for each in sights for attempt in each.attempts]
     return Found(

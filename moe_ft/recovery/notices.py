@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from moe_ft.errors import UnrecoverableError
 from moe_ft.planning.comparison import newer_than
 from moe_ft.planning.recovery import Plan, Rejection
+from moe_ft.planning.tiers import STORAGE
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.site import Site
@@ -86,7 +87,7 @@ class Notices:
             {
                 version.iteration
                 for version in inventory.versions
-                if version.node is None and version.lineage != lineage
+                if version.tier == STORAGE and version.lineage != lineage
             }
         )
         if others and self._site.rank == 0:

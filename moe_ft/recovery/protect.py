@@ -28,7 +28,8 @@ from moe_ft.format.entries import UnitEntry
 from moe_ft.format.identity import Family, Identity, Start
 from moe_ft.planning.host_memory import regions_at_peers
 from moe_ft.planning.placement import sources_of
-from moe_ft.planning.recovery import Source, Tier
+from moe_ft.planning.recovery import Source
+from moe_ft.planning.tiers import MEMORY, STORAGE
 from moe_ft.recovery.claim import Claimed, memory_of
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.job_memory import measure
@@ -207,7 +208,7 @@ def hand_over(
     # Without snapshots to keep there are none that hold the breakpoints' iteration either.
     kept = (restored.kept or plan).sources_of(rank)
     family = kept[0].version.family  # a plan has some for every rank
-    is_stored = any(source.tier is Tier.STORAGE for source in kept)
+    is_stored = any(source.tier == STORAGE for source in kept)
     # With a pool a state is in more than its region; the strategy takes the next snapshot at once.
     # A state of another layout is kept as it is, in the regions and directories of the ranks that were.
     is_moved = any(source.version.layout for source in (*sources, *kept))
@@ -221,7 +222,7 @@ def hand_over(
         indexes=frozenset(
             node_dir / each.source.version.path
             for name, each in fetched.units.items()
-            if name in rotating and each.tier is Tier.MEMORY and not is_moved
+            if name in rotating and each.source.tier == MEMORY and not is_moved
         ),
         rotating={
             name: version
@@ -249,7 +250,7 @@ def hand_over(
 def _is_stored_state(source: Source, iteration: int) -> bool:
     """Return whether storage has the state of an iteration as one snapshot of everything."""
     version = source.version
-    return source.tier is Tier.STORAGE and (version.window, version.iteration) == (1, iteration)
+    return source.tier == STORAGE and (version.window, version.iteration) == (1, iteration)
 
 
 def _pool_version(
@@ -268,7 +269,7 @@ def _pool_version(
 
 def _is_own_region(source: Source) -> bool:
     version = source.version
-    return source.tier is Tier.MEMORY and not version.is_replica and not version.is_breakpoint
+    return source.tier == MEMORY and not version.is_replica and not version.is_breakpoint
 
 
 def _is_of_family(fetched: Fetched, family: Family) -> bool:

@@ -22,7 +22,7 @@ from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import decode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index, check_header, check_unit
-from moe_ft.planning.recovery import Source, Tier, Version
+from moe_ft.planning.recovery import Source, Version
 from moe_ft.units import Level, UnitId
 
 _PIECE_BYTES = 16 << 20
@@ -277,8 +277,7 @@ class Readers:
     def say(self, source: Source, error: Exception) -> None:
         """Remember a problem of a source."""
         version = source.version
-        place = "storage" if version.node is None else f"memory of node {version.node}"
-        self.problems.append(f"{place}, {version.path}: {error}")
+        self.problems.append(f"{version.place}, {version.path}: {error}")
 
     def __enter__(self) -> Self:
         """Return these readers, which the end of the with statement closes."""
@@ -315,8 +314,3 @@ class FetchedUnit:
     entry: UnitEntry
     content: memoryview
     stays: bool
-
-    @property
-    def tier(self) -> Tier:
-        """Tier of its source."""
-        return self.source.tier

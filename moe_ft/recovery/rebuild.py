@@ -11,7 +11,6 @@ from pathlib import PurePath
 from msgspec import structs
 from msgspec.msgpack import Decoder
 
-from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.memory.parity import ParityFile, ParityHead, ParityIndex, end_of, other_file
 from moe_ft.engine.memory.region_stores import RegionStore
 from moe_ft.errors import CorruptStateError, SnapshotError
@@ -22,6 +21,7 @@ from moe_ft.planning.parity import FoundParity, Rebuilding, plan_rebuilding
 from moe_ft.planning.shares import Packer, Table, Unpacker
 from moe_ft.recovery.claim import Claimed
 from moe_ft.recovery.inventory import look_at_memory
+from moe_ft.recovery.media import connect
 from moe_ft.recovery.meet import Met
 from moe_ft.saying import say, warn
 
@@ -139,7 +139,7 @@ def _make_stripes(met: Met, order: Rebuilding) -> None:
 def _take_stripes(met: Met, claimed: Claimed, order: Rebuilding) -> None:
     """Put the stripes of this rank together in one of its regions."""
     parity, *_ = order.parities
-    with closing(_connect(met, parity.node)) as connection:
+    with closing(connect(met, parity.node)) as connection:
         content = bytes(connection.get(parity.path))
     index = decode(content, ParityIndex, f"{parity.path} of node {parity.node}").source(order.rank)
     store = RegionStore(claimed.memory.regions, None)
@@ -158,15 +158,9 @@ def _take_stripes(met: Met, claimed: Claimed, order: Rebuilding) -> None:
     region.commit(encode(structs.replace(index, file=region.data_path.name)), index.iteration)
 
 
-def _connect(met: Met, node: str) -> PeerConnection:
-    address = met.site.topology.lowest_on_node(node).address
-    assert address is not None
-    return PeerConnection(address, met.token, met.config.memory.streams)
-
-
 def _read(met: Met, node: str, file: str, start: int, end: int) -> Iterator[tuple[int, memoryview]]:
     """Yield a range of a file of a node in pieces, each with its place; raises OSError if it is cut short."""
-    with closing(_connect(met, node)) as connection:
+    with closing(connect(met, node)) as connection:
         for at in range(start, end, _PIECE_BYTES):
             num_bytes = min(_PIECE_BYTES, end - at)
             piece = connection.get(file, at, num_bytes)

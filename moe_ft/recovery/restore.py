@@ -18,7 +18,8 @@ from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.format.records import IterationRecord
 from moe_ft.planning.lost_tokens import Loss, UnitVersion
-from moe_ft.planning.recovery import Plan, Tier
+from moe_ft.planning.recovery import Plan
+from moe_ft.planning.tiers import MEMORY, STORAGE
 from moe_ft.recovery.agree import Agreed
 from moe_ft.recovery.fetch import versions_in
 from moe_ft.recovery.fetched import Fetched
@@ -192,7 +193,7 @@ def _own_regions(kept: Plan | None, met: Met, readers: Readers) -> Iterator[Stat
     own = own_directory(met.site.node_dir, met.site.rank).name
     for source in () if kept is None else kept.sources_of(met.site.rank):
         is_own = PurePosixPath(source.version.path).parent.name == own
-        is_region = source.tier is Tier.MEMORY and not source.version.is_breakpoint
+        is_region = source.tier == MEMORY and not source.version.is_breakpoint
         reader = readers.open(source) if is_own and is_region else None
         if reader is not None:
             yield reader
@@ -211,7 +212,7 @@ def find_persisted(plan: Plan, met: Met, readers: Readers) -> tuple[str | None, 
     stored = [
         source
         for source in plan.elsewhere.get(met.site.rank, ())
-        if source.tier is Tier.STORAGE and source.version.iteration <= plan.iteration
+        if source.tier == STORAGE and source.version.iteration <= plan.iteration
     ]
     for source in sorted(stored, key=lambda each: -each.version.iteration):
         if (reader := readers.open(source)) is not None:

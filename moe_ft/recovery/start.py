@@ -37,10 +37,12 @@ from moe_ft.recovery.attempts import RankError
 from moe_ft.recovery.borders import Lockstep
 from moe_ft.recovery.checkpointing import Checkpointing, make_outcome, noting_failures
 from moe_ft.recovery.claim import Claimed, claim, take_over_lock
+from moe_ft.recovery.divided import DividedFetching
 from moe_ft.recovery.facts import JobFacts
-from moe_ft.recovery.fetch import Fetching, open_readers
+from moe_ft.recovery.fetch import Fetching
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import look, note_start
+from moe_ft.recovery.media import open_readers
 from moe_ft.recovery.meet import Built, Met, meet
 from moe_ft.recovery.notices import Notices
 from moe_ft.recovery.planner import Offer, Planner
@@ -191,7 +193,8 @@ def _recover(
     while (candidate := offer.plan) is not None:
         planner.check(notices)
         with _timed(phases_s, "restore"), open_readers(met, claimed) as readers:
-            fetching = Fetching(candidate, met, readers, origins, offer.most_iteration)
+            fetch = DividedFetching if candidate.is_other_layout else Fetching
+            fetching = fetch(candidate, met, readers, origins, offer.most_iteration)
             fetched, agreed, lacking = fetch_together(candidate, fetching, met)
             rejected += lacking
             unread += readers.problems

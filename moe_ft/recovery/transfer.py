@@ -1,14 +1,16 @@
 """Transfers of one rank: a plan brings it the parts of units that it needs, verified.
 
-A unit that is whole at one source passes through as it is there, without a copy. Any other one is put
-together from the parts that its sources have, as if this rank had saved it. planning/transfer.py plans what
-moves, recovery/left.py knows what there is, recovery/fetch.py which versions are needed.
+A unit that is whole at one source passes through as it is there, without a copy: in the layout of the state
+each one is. Any other one is put together from the parts that its sources have, as if this rank had saved it.
+recovery/divided.py plans those, recovery/left.py knows what there is, recovery/fetch.py which versions are
+needed.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from math import prod
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import NamedTuple, cast, override
 
 import msgspec
 import torch
@@ -19,36 +21,53 @@ from moe_ft.engine.persist.soundness import check_is_finite
 from moe_ft.engine.snapshots.staging import unpack_into
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import checksum
-from moe_ft.format.entries import ParameterEntry, TensorEntry, UnitEntry, tensor_bytes
+from moe_ft.format.entries import TensorEntry, UnitEntry, tensor_bytes
 from moe_ft.format.packings import ALIGNMENT_BYTES, Packing
-from moe_ft.planning.recovery import Source, Tier
-from moe_ft.planning.relayout import VersionNumber, complete_versions, wholes_of
-from moe_ft.planning.transfer import (
-    Box,
-    Move,
-    Part,
-    boxes_of,
-    cut,
-    join_ranges,
-    plan_transfer,
-    runs_of,
-)
-from moe_ft.recovery.left import Copy, Left, Position, SavedTensor, model_blocks, own_blocks
-from moe_ft.recovery.overview import number_of
+from moe_ft.planning.recovery import Source
+from moe_ft.planning.relayout import VersionNumber
+from moe_ft.planning.transfer import Box, Move, boxes_of, join_ranges, runs_of
+from moe_ft.recovery.left import Copy, Left, Position
 from moe_ft.recovery.readers import FetchedUnit, read_unit
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.slices import DTYPES, describe
 from moe_ft.units import Level, UnitId
 
-_TIERS = [*Tier]
 _SHARE = 0.9  # of a unit; who needs more of it gets it whole
 _GAP_BYTES = 4096  # between ranges that are cheaper to send as one
 _MOST_RANGES = 8192  # in a request
 
-Moves = Sequence[Sequence[tuple[Source, Move]]]  # [tensor of the unit]
+Moves = Sequence[Sequence[Move]]  # [tensor of the unit]
 
 
-class Transfer:
+class SavedTensor(NamedTuple):
+    """One tensor of a saved unit, by its number in the unit."""
+
+    copy: Copy
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitPlan:
+    """Way of one unit to this rank.
+
+    Attributes:
+        tensors: those that it is put together from, without offsets, as this rank is to have them.
+        moves: to each of them; None if the unit is what its only source has.
+        sources: of each copy that is read.
+    """
+
+    sources: Mapping[Copy, Source]
+    tensors: Sequence[TensorEntry] = ()
+    moves: Moves | None = None
+
+    def moves_from(self, copy: Copy) -> list[Move] | None:
+        """Return the moves that are made out of a copy; None for all of it, also what means nothing."""
+        if self.moves is None:
+            return None
+        return [move for found in self.moves for move in found if _held(move).copy == copy]
+
+
+class Transfer(ABC):
     """Reads units from what there is. Owned by the training thread.
 
     Attributes:
@@ -56,50 +75,40 @@ class Transfer:
         read_bytes: by place, a node or "storage", bytes that were read there for them.
     """
 
-    def __init__(
-        self, left: Left, catalog: UnitCatalog, rank: int, *, is_other_layout: bool
-    ) -> None:
-        self._left, self._catalog, self._rank = left, catalog, rank
-        self._is_other_layout = is_other_layout
+    def __init__(self, left: Left, catalog: UnitCatalog) -> None:
+        self._left = left
+        self._catalog = catalog
         self._done: dict[tuple[UnitId, Position, VersionNumber], FetchedUnit] = {}
         self._used: dict[Copy, None] = {}
         self.needed_bytes = 0
         self.read_bytes: Counter[str] = Counter()
 
+    @abstractmethod
+    def is_wanted(self, unit: UnitId) -> bool:
+        """Return whether this rank needs, or has saved, something of a unit."""
+
+    @abstractmethod
+    def versions(self, unit: UnitId, level: Level, position: Position) -> list[VersionNumber]:
+        """Return the versions in which all of a unit is there, the best first."""
+
+    @abstractmethod
+    def plan(
+        self, unit: UnitId, level: Level, position: Position, version: VersionNumber
+    ) -> UnitPlan:
+        """Plan where a version of a unit comes from.
+
+        Raises:
+            CorruptStateError: if it is not there, or no source is left that has it intact.
+        """
+
+    @abstractmethod
+    def why_missing(self, unit: UnitId) -> str:
+        """Return how a unit is called of which no version that fits is there."""
+
     @property
     def stored_as(self) -> tuple[UnitEntry, ...]:
         """Entries of everything that was read, as it was saved."""
         return tuple(self._left.units[copy] for copy in self._used)
-
-    def is_wanted(self, unit: UnitId) -> bool:
-        """Return whether this rank needs, or has saved, something of a unit."""
-        has_saved = not self._is_other_layout and (None, str(unit)) in self._left.copies
-        return has_saved or bool(self._needed(unit, Level.FULL))
-
-    def numbers_of(self, units: Iterable[UnitId]) -> set[int]:
-        """Return the numbers of the model's tensors that this rank has something of, in another layout."""
-        levels = (Level.FULL, Level.COMPUTE)
-        needed = (part for unit in units for level in levels for part in self._needed(unit, level))
-        return {number_of(part.block.tensor) for part in needed}
-
-    def versions(self, unit: UnitId, level: Level, position: Position) -> list[VersionNumber]:
-        """Return the versions in which all of a unit is there, the newest first.
-
-        In the same layout that is this rank's part. Of what several ranks hold it may have saved any range,
-        or none; all ranks are checked together later.
-        """
-        wanted = self._needed(unit, level)
-        parts = self._left.parts_of(position, {each.block.tensor for each in wanted})
-        if not self._is_other_layout:
-            for copy in self._left.copies.get((position, str(unit)), ()):
-                if copy not in self._left.lost:
-                    parts[copy.version] += ()
-        return complete_versions(parts, wanted)
-
-    def iterations(self, unit: UnitId) -> list[int]:
-        """Return the iterations of which anything of a unit is there at FULL."""
-        tensors = {each.block.tensor for each in self._needed(unit, Level.FULL)}
-        return sorted({iteration for _, iteration in self._left.parts_of(None, tensors)})
 
     def read(
         self, unit: UnitId, level: Level, position: Position, version: VersionNumber
@@ -118,171 +127,25 @@ class Transfer:
         self, unit: UnitId, level: Level, position: Position, version: VersionNumber
     ) -> FetchedUnit:
         while True:
-            best = self._best_copy(unit, position, version)
-            tensors = self._tensors(unit, level, best)
-            moves = self._plan(unit, tensors, position, version, best)
-            sources: dict[Copy, Source] = {}
-            for source, move in (each for found in moves for each in found):
-                sources.setdefault(move.source.owner.copy, source)
-            if not sources:
-                raise CorruptStateError(str(unit))
-            saved = self._left.units[next(iter(sources))]
-            passes = len(sources) == 1 and _is_same(tensors, saved.tensors, moves)
+            plan = self.plan(unit, level, position, version)
             contents: dict[Copy, tuple[UnitEntry, memoryview]] = {}
-            for copy, source in sources.items():
-                needed = [
-                    move for found in moves for _, move in found if move.source.owner.copy == copy
-                ]
-                whole = passes or best is not None
-                read = self._content(copy, source, unit, tensors, None if whole else needed)
+            for copy, source in plan.sources.items():
+                read = self._content(copy, source, plan.moves_from(copy))
                 if read is None:
                     break  # the next plan takes another source
                 contents[copy] = read
-            if len(contents) == len(sources):
-                self.needed_bytes += self._bytes_of(moves)
-                return self._pass_on(unit, tensors, moves, sources, contents, passes=passes)
-
-    def _best_copy(self, unit: UnitId, position: Position, version: VersionNumber) -> Copy | None:
-        """Return the copy that is taken whole in the same layout; None in another one.
-
-        Raises:
-            CorruptStateError: if none can be read.
-        """
-        if self._is_other_layout:
-            return None
-        for copy in self._left.copies.get((position, str(unit)), ()):
-            if copy.version == version and self._is_left(copy):
-                return copy
-        raise CorruptStateError(str(unit))
-
-    def _bytes_of(self, moves: Moves) -> int:
-        """Return the bytes that moves take of what is stored."""
-        total = 0
-        for _, move in (each for found in moves for each in found):
-            held = cast(SavedTensor, move.source.owner)
-            saved = self._left.units[held.copy].tensors[held.number]
-            if not saved.is_absent:
-                total += tensor_bytes(saved) * move.num_elements // (saved.end - saved.start)
-        return total
-
-    def _tensors(self, unit: UnitId, level: Level, best: Copy | None) -> list[TensorEntry]:
-        """Return the tensors of a unit that this rank is to have, without offsets.
-
-        Of what several ranks hold that is what it has saved.
-        """
-        tensors = self._catalog.tensors(unit, level)
-        if best is None:
-            return tensors
-        shared = {
-            (whole.parameter, whole.key, whole.dtype): whole.end
-            for local in self._catalog.parameters_of(unit)
-            if not local.is_sharded
-            for whole in describe(local.whole, level, unit.part)
-        }
-        names = {name for name, _, _ in shared}
-        return [
-            *(each for each in tensors if each.parameter not in names),
-            *(
-                each
-                for each in self._left.units[best].tensors
-                if each.end <= shared.get((each.parameter, each.key, each.dtype), 0)
-            ),
-        ]
-
-    def _is_left(self, copy: Copy) -> bool:
-        return copy not in self._left.lost and bool(self._left.readable(copy))
-
-    def _entries_of(self, unit: UnitId) -> dict[str, ParameterEntry]:
-        parameters = self._catalog.parameters_of(unit)
-        return {local.name: local.entry for local in parameters}
-
-    def _needed(self, unit: UnitId, level: Level) -> list[Part]:
-        """Return what must be there of a unit: of another layout all of it, as ranks take one version."""
-        entries, tensors = self._entries_of(unit), self._catalog.tensors(unit, level)
-        if self._is_other_layout:
-            wholes = {
-                block.tensor: block
-                for each in tensors
-                for block in wholes_of(entries[each.parameter].places or (), each.key)
-            }
-            return [Part(None, block, 0, prod(block.extent)) for block in wholes.values()]
-        sharded = {local.name for local in self._catalog.parameters_of(unit) if local.is_sharded}
-        return [
-            part
-            for each in tensors
-            if each.parameter in sharded
-            for part in cut(None, own_blocks(None, each), each.start, each.end)
-        ]
-
-    def _plan(
-        self,
-        unit: UnitId,
-        tensors: Sequence[TensorEntry],
-        position: Position,
-        version: VersionNumber,
-        best: Copy | None,
-    ) -> Moves:
-        """Return the moves to each tensor.
-
-        Raises:
-            CorruptStateError: if something does not come.
-        """
-        entries = self._entries_of(unit)
-        blocks = model_blocks if self._is_other_layout else own_blocks
-        wanted = [
-            part
-            for number, each in enumerate(tensors)
-            for part in cut(number, blocks(entries[each.parameter], each), each.start, each.end)
-        ]
-        have = self._left.parts_of(position, {each.block.tensor for each in wanted})[version]
-
-        def copies_of(owner: Any) -> list[Source]:
-            found = self._left.readable(owner.copy)
-            # Other ranks begin with other sources.
-            first = self._rank % len(found) if self._is_other_layout else 0
-            return [*found[first:], *found[:first]]
-
-        plan = plan_transfer(
-            (
-                part
-                for part in have
-                if best in (None, part.owner.copy) and self._is_left(part.owner.copy)
-            ),
-            wanted,
-            copies_of,
-            lambda source, _: _TIERS.index(source.tier),
-            lambda owner: owner.copy.rank,
-        )
-        moves = [plan.moves.get(number, ()) for number in range(len(tensors))]
-        for each, found in zip(tensors, moves, strict=True):
-            if sum(move.num_elements for _, move in found) == each.end - each.start:
-                continue
-            if best is not None:
-                break  # reading it says that it is cut differently
-            if plan.missing:
-                ranks = sorted(
-                    {part.owner.copy.rank for part in have if not self._is_left(part.owner.copy)}
-                )
-                raise CorruptStateError(
-                    f"{unit} of rank {', '.join(map(str, ranks))} of the other layout"
-                )
-            raise CorruptStateError(f"place of {each.parameter} in the model")
-        return moves
+            else:
+                self._used.update(dict.fromkeys(contents))
+                return self._finish(unit, plan, contents)
 
     def _content(
-        self,
-        copy: Copy,
-        source: Source,
-        unit: UnitId,
-        wanted: Sequence[TensorEntry],
-        needed: Sequence[Move] | None,
+        self, copy: Copy, source: Source, needed: Sequence[Move] | None
     ) -> tuple[UnitEntry, memoryview] | None:
         """Return a copy's entry at a source and its verified bytes; None, and say so, if it is not intact.
 
         Args:
-            needed: moves that will be made out of it; None for all of it, also what means nothing.
+            needed: moves that will be made out of it; None for all of it.
         """
-        place = source.version.node or Tier.STORAGE.value
         reader = self._left.readers.open(source)
         assert reader is not None  # its index is known
         try:
@@ -292,77 +155,122 @@ class Transfer:
             if ranges and num_bytes < _SHARE * saved.num_bytes:
                 parts = reader.read_parts(copy.unit, copy.position, saved, ranges)
                 if parts is not None:
-                    self.read_bytes[place] += num_bytes
+                    self.read_bytes[source.place] += num_bytes
                     check_is_finite(copy.unit, saved, parts)
-                    self._used[copy] = None
                     return saved, parts
             entry, content = read_unit(reader, copy.unit, copy.position, copy.version)
-            self.read_bytes[place] += len(content)
+            self.read_bytes[source.place] += len(content)
             if (entry.version, entry.checksum) != (copy.version, copy.checksum):
                 raise CorruptStateError(f"unit {copy.unit} is another version there")
-            if not self._is_other_layout:
-                _check_is_cut_alike(unit, wanted, entry.tensors)
             check_is_finite(copy.unit, entry, content)
         except Exception as error:  # whatever a back end raises, the next source may have it
             self._left.give_up(copy, source, error)
             return None
-        self._used[copy] = None
         return entry, content
 
-    def _pass_on(
-        self,
-        unit: UnitId,
-        tensors: Sequence[TensorEntry],
-        moves: Moves,
-        sources: Mapping[Copy, Source],
-        contents: Mapping[Copy, tuple[UnitEntry, memoryview]],
-        *,
-        passes: bool,
+    def _finish(
+        self, unit: UnitId, plan: UnitPlan, contents: Mapping[Copy, tuple[UnitEntry, memoryview]]
     ) -> FetchedUnit:
         """Return the unit as its source has it, if that is all of it, else put it together."""
-        copy, source = next(iter(sources.items()))
+        copy, source = next(iter(plan.sources.items()))
         entry, content = contents[copy]
-        if not passes:
-            entry, content = _put_together(entry, tensors, moves, contents)
-            return FetchedUnit(unit=unit, source=source, entry=entry, content=content, stays=False)
-        reader = self._left.readers.open(source)
-        stays = not self._is_other_layout and reader is not None and reader.stays(entry)
+        if plan.moves is None:
+            reader = self._left.readers.open(source)
+            stays = reader is not None and reader.stays(entry)
+            there = (each for each in entry.tensors if not each.is_absent)
+            self.needed_bytes += sum(map(tensor_bytes, there))
+        else:
+            stays = False
+            self.needed_bytes += self._bytes_of(plan.moves)
+            entry, content = _put_together(entry, plan.tensors, plan.moves, contents)
         return FetchedUnit(unit=unit, source=source, entry=entry, content=content, stays=stays)
 
+    def _bytes_of(self, moves: Moves) -> int:
+        """Return the bytes that moves take of what is stored."""
+        total = 0
+        for move in (each for found in moves for each in found):
+            held = _held(move)
+            saved = self._left.units[held.copy].tensors[held.number]
+            if not saved.is_absent:
+                total += tensor_bytes(saved) * move.num_elements // (saved.end - saved.start)
+        return total
 
-Cuts = set[tuple[str, str, int, int, str]]
+
+class OwnUnits(Transfer):
+    """Units in the layout of the state: a copy that a rank of this number has saved is all of one."""
+
+    @override
+    def is_wanted(self, unit: UnitId) -> bool:
+        if (None, str(unit)) in self._left.copies:
+            return True
+        sharded = {local.name for local in self._catalog.parameters_of(unit) if local.is_sharded}
+        return any(each.parameter in sharded for each in self._catalog.tensors(unit, Level.FULL))
+
+    @override
+    def versions(self, unit: UnitId, level: Level, position: Position) -> list[VersionNumber]:
+        """Return the versions of this rank's part; all ranks are checked together later."""
+        copies = self._left.copies.get((position, str(unit)), ())
+        return [*dict.fromkeys(copy.version for copy in copies if copy not in self._left.lost)]
+
+    @override
+    def plan(
+        self, unit: UnitId, level: Level, position: Position, version: VersionNumber
+    ) -> UnitPlan:
+        for copy in self._left.copies.get((position, str(unit)), ()):
+            if copy.version != version or copy in self._left.lost:
+                continue
+            odd = self._misfit(unit, level, self._left.units[copy])
+            for source in self._left.readable(copy):
+                if not odd:
+                    return UnitPlan(sources={copy: source})
+                self._left.give_up(copy, source, CorruptStateError(odd))
+        raise CorruptStateError(str(unit))
+
+    @override
+    def why_missing(self, unit: UnitId) -> str:
+        return str(unit)
+
+    def _misfit(self, unit: UnitId, level: Level, saved: UnitEntry) -> str:
+        """Return why a unit cannot be put back as it was saved; empty if it can.
+
+        Of what several ranks hold this rank may have saved any range, or none.
+        """
+        locals_ = self._catalog.parameters_of(unit)
+        shared = {
+            (whole.parameter, whole.key, whole.dtype): whole.end
+            for local in locals_
+            if not local.is_sharded
+            for whole in describe(local.whole, level, unit.part)
+        }
+        names = {name for name, _, _ in shared}
+        wanted = cuts(
+            each for each in self._catalog.tensors(unit, level) if each.parameter not in names
+        )
+        found = cuts(
+            each
+            for each in saved.tensors
+            if each.end > shared.get((each.parameter, each.key, each.dtype), 0)
+        )
+        if not (odd := sorted(wanted ^ found)):
+            return ""
+        name, key, start, end, _ = odd[0]
+        return f"unit {unit} is cut differently there, for example {name}/{key}[{start}:{end}]"
 
 
-def _cuts(tensors: Sequence[TensorEntry]) -> Cuts:
+def cuts(tensors: Iterable[TensorEntry]) -> set[tuple[str, str, int, int, str]]:
+    """Return the ranges of parameters that tensors hold."""
     return {(each.parameter, each.key, each.start, each.end, each.dtype) for each in tensors}
 
 
-def _check_is_cut_alike(
-    unit: UnitId, wanted: Sequence[TensorEntry], saved: Sequence[TensorEntry]
-) -> None:
-    """Raise CorruptStateError unless a unit has exactly what this rank can put back."""
-    if odd := sorted(_cuts(wanted) ^ _cuts(saved)):
-        name, key, start, end, _ = odd[0]
-        raise CorruptStateError(
-            f"unit {unit} is cut differently there, for example {name}/{key}[{start}:{end}]"
-        )
-
-
-def _is_same(wanted: Sequence[TensorEntry], saved: Sequence[TensorEntry], moves: Moves) -> bool:
-    """Return whether what one source has saved is what is wanted, element by element."""
-    return _cuts(wanted) == _cuts(saved) and all(
-        (move.source.block.start, move.source.block.local_shape)
-        == (move.target.block.start, move.target.block.local_shape)
-        for found in moves
-        for _, move in found
-    )
+def _held(move: Move) -> SavedTensor:
+    return cast(SavedTensor, move.source.owner)
 
 
 def _ranges_of(unit: UnitEntry, moves: Sequence[Move]) -> list[tuple[int, int]]:
     """Return the bytes of a saved unit that some moves need; of a packed tensor all."""
     ranges = []
     for move in moves:
-        saved = unit.tensors[move.source.owner.number]
+        saved = unit.tensors[_held(move).number]
         if saved.is_absent:
             continue
         num_bytes = tensor_bytes(saved)
@@ -397,8 +305,8 @@ def _put_together(
             content, dtype=DTYPES[entry.dtype], count=entry.end - entry.start, offset=entry.offset
         )
         are_absent = set()
-        for _, move in found:
-            held = cast(SavedTensor, move.source.owner)
+        for move in found:
+            held = _held(move)
             whole, read = contents[held.copy]
             saved = whole.tensors[held.number]
             are_absent.add(saved.is_absent)

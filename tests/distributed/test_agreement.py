@@ -233,7 +233,7 @@ def look_and_plan(trouble: Trouble, folder: Path) -> None:
 
     claimed: Any = SimpleNamespace(storage=None)
     is_odd = rank == trouble.rank
-    module, name = (planner, "plan") if trouble.is_planning else (phase, "look_at_memory")
+    module, name = (planner, "plan") if trouble.is_planning else (phase, "find_on_node")
     found = fail if is_odd else getattr(module, name)
     with patch.object(module, name, found), pytest.raises(trouble.kind) as raised:
         planner.Planner(met, phase.look(met, claimed)).plan()

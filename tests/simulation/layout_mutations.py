@@ -10,11 +10,11 @@ import msgspec
 from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.planning.recovery import Plan, plan_recovery
 from moe_ft.planning.shares import take_share
-from moe_ft.recovery import fetch, look, new_record, planner, protect, restore
+from moe_ft.recovery import divided, fetch, look, new_record, planner, protect, restore
 from moe_ft.recovery import plan as planning
+from moe_ft.recovery.divided import DividedUnits
 from moe_ft.recovery.fetch import ORIGIN, Fetching
 from moe_ft.recovery.overview import Overview
-from moe_ft.recovery.transfer import Transfer
 from moe_ft.units import parse_unit
 from tests.simulation.active import Patches
 from tests.simulation.mutations import of_group
@@ -54,15 +54,12 @@ def everything_of_a_run_by_rank(patches: Patches) -> None:
 @of_group(OF_AGES)
 def newest_part_counts(patches: Patches) -> None:
     """The newest version of an expert is taken, whether or not all of it is there."""
-    original = Transfer.versions
 
-    def versions(self: Transfer, unit: Any, level: Any, position: Any) -> Any:
-        if not self._is_other_layout:
-            return original(self, unit, level, position)
+    def versions(self: DividedUnits, unit: Any, level: Any, position: Any) -> Any:
         tensors = {each.block.tensor for each in self._needed(unit, level)}
-        return sorted(self._left.parts_of(position, tensors), reverse=True)
+        return sorted(self._parts_of(position, tensors), reverse=True)
 
-    patches.set(Transfer, "versions", versions)
+    patches.set(DividedUnits, "versions", versions)
 
 
 @of_group(OF_AGES)
@@ -145,7 +142,7 @@ def buffers_by_their_number(patches: Patches) -> None:
         buffers = {name: first.get(name, each) for name, each in record.buffers.items()}
         return msgspec.structs.replace(record, buffers=buffers)
 
-    patches.set(fetch, "make_record", make)
+    patches.set(divided, "make_record", make)
 
 
 @of_group(OF_LAYOUTS)

@@ -21,7 +21,7 @@ from moe_ft.loop.faults import Faults
 from moe_ft.loop.leaving import BreakpointWriter
 from moe_ft.loop.listeners import Listeners, LoopState
 from moe_ft.loop.routers import Routers
-from moe_ft.planning.recovery import Tier
+from moe_ft.planning.tiers import MEMORY, PEER
 from moe_ft.recovery.checkpointing import RecoveryOutcome
 from moe_ft.state.record import IterationFacts
 from moe_ft.strategies.partial.strategy import PartialLoss
@@ -32,7 +32,7 @@ RECOVERY = RecoveryOutcome(
     iteration=12,
     start=2,
     writer=1,
-    sources={Tier.MEMORY: 3, Tier.PEER: 4},
+    sources={MEMORY: 3, PEER: 4},
     needed_bytes=30,
     read_bytes={"a": 20, "b": 15},
     phases_s={"plan": 0.5},

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from moe_ft.planning.couplings import Coupling
 from moe_ft.planning.recovery import Version
 from moe_ft.planning.remains import KeptRecord, PipelineLayout, Remains, SentLog
+from moe_ft.planning.tiers import MEMORY, STORAGE
 from tests.unit.moe_ft.builders import make_history
 
 STARTS = make_history([(0, 0), (1, 2)])
@@ -43,6 +44,7 @@ def make_version(
         history=STARTS[: start + 1],
         node=node,
         path=f"rank_{rank}/{iteration}_{window}_{start}.json",
+        tier=STORAGE if node is None else MEMORY,
         window=window,
     )
 

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from moe_ft.planning.branches import continue_history
-from moe_ft.planning.recovery import Plan, Tier, Version, left_of, plan_recovery, plan_to_keep
+from moe_ft.planning.recovery import Plan, Version, left_of, plan_recovery, plan_to_keep
+from moe_ft.planning.tiers import MEMORY, PEER, STORAGE
 from tests.unit.moe_ft.builders import make_history
 from tests.unit.moe_ft.planning.test_recovery import FIRST, make_version
 
@@ -29,7 +30,7 @@ def test_state_of_more_ranks_is_complete_with_all_of_them_and_read_by_every_rank
     assert plan.is_other_layout
     for rank in range(2):
         assert {source.version.rank for source in plan.sources_of(rank)} == {0, 1, 2}
-    assert [source.tier for source in plan.sources_of(1)] == [*Tier]
+    assert [source.tier for source in plan.sources_of(1)] == [MEMORY, PEER, STORAGE]
     plans, rejected = plan_recovery([other(0), other(1)], NOW)
     assert not plans
     assert [each.reason for each in rejected] == ["iteration 5: no state of rank 2 in any tier"]

@@ -13,10 +13,10 @@ from moe_ft.planning.recovery import (
     Plan,
     Rejection,
     Source,
-    Tier,
     Version,
     plan_recovery,
 )
+from moe_ft.planning.tiers import MEMORY, PEER, STORAGE
 from tests.unit.moe_ft.builders import make_history
 
 NODES = ("a", "b")
@@ -43,6 +43,7 @@ def make_version(
         history=history,
         node=node,
         path=where,
+        tier=STORAGE if node is None else MEMORY,
         is_replica=is_replica,
         window=window,
         superseded=superseded,
@@ -217,14 +218,14 @@ def test_sources_of_any_inventory_go_from_memory_over_peers_to_storage(
     found: tuple[list[Version], tuple[str, ...]],
 ) -> None:
     versions, node_of = found
-    order = [Tier.MEMORY, Tier.PEER, Tier.STORAGE]
+    order = [MEMORY, PEER, STORAGE]
     for plan in plan_recovery(versions, node_of)[0]:
         for rank, sources in sources_by_rank(plan).items():
             tiers = [source.tier for source in sources]
             assert tiers == sorted(tiers, key=order.index)
             for source in sources:
                 is_here = source.version.node == node_of[rank]
-                assert (source.tier is Tier.MEMORY) == is_here
+                assert (source.tier == MEMORY) == is_here
 
 
 @given(inventories())
@@ -329,10 +330,10 @@ def test_sources_of_one_rank_are_in_the_order_worked_by_hand() -> None:
     (plan,), _ = plan_recovery(versions, ["a"])
     found = [(source.tier, source.version) for source in plan.sources_of(0)]
     assert found == [
-        (Tier.MEMORY, own),
-        (Tier.MEMORY, replica_here),
-        (Tier.PEER, elsewhere),
-        (Tier.STORAGE, stored),
+        (MEMORY, own),
+        (MEMORY, replica_here),
+        (PEER, elsewhere),
+        (STORAGE, stored),
     ]
 
 

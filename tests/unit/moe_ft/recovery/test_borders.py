@@ -13,9 +13,10 @@ from moe_ft.engine.links.transport import Connection
 from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.format.boundary import Direction
 from moe_ft.planning.local_recovery import LocalPlan
-from moe_ft.planning.recovery import Source, StagePlan, Tier, Version
+from moe_ft.planning.recovery import Source, StagePlan, Version
 from moe_ft.planning.remains import KeptRecord, PipelineLayout, Place, SentLog
 from moe_ft.planning.scope import Scope, ScopePlan
+from moe_ft.planning.tiers import MEMORY
 from moe_ft.recovery.borders import Borders, read_borders
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.readers import MemoryReader, Readers
@@ -83,7 +84,7 @@ class Job:
         scope = Scope(
             segments=((stage,),), replay_from=5, logs=tuple(logs), records={stage: tuple(records)}
         )
-        source = Source(tier=Tier.MEMORY, version=self.version)
+        source = Source(tier=MEMORY, version=self.version)
         stages = {
             each: StagePlan(target=TARGET, replay_from=5, sources={each: (source,)})
             for each in (0, 1)

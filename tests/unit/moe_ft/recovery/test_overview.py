@@ -9,8 +9,9 @@ import pytest
 
 from moe_ft.format.entries import GlobalPlace, ModelPlaces, ParameterEntry
 from moe_ft.format.index import Index
-from moe_ft.planning.recovery import Source, Tier, Version
+from moe_ft.planning.recovery import Source, Version
 from moe_ft.planning.relayout import ModelTensor
+from moe_ft.planning.tiers import MEMORY, PEER
 from moe_ft.recovery.overview import Overview, in_order, merge, number_of
 from tests.unit.moe_ft.builders import make_identity, make_window
 
@@ -117,7 +118,7 @@ def test_sources_have_one_order_whoever_reads_them() -> None:
     versions = [version_of(rank, node) for node in ("b", "a", None) for rank in (1, 0)]
     orders = []
     for reader in ("a", "b"):
-        tiers = [Tier.MEMORY if each.node == reader else Tier.PEER for each in versions]
+        tiers = [MEMORY if each.node == reader else PEER for each in versions]
         sources = [
             Source(tier=tier, version=each) for tier, each in zip(tiers, versions, strict=True)
         ]

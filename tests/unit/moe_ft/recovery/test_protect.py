@@ -12,8 +12,9 @@ import pytest
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.planning.local_recovery import LocalPlan
-from moe_ft.planning.recovery import Plan, Source, StagePlan, Tier, Version
+from moe_ft.planning.recovery import Plan, Source, StagePlan, Version
 from moe_ft.planning.scope import ScopePlan
+from moe_ft.planning.tiers import MEMORY, PEER, STORAGE, Tier
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.protect import hand_over
 from moe_ft.recovery.readers import FetchedUnit
@@ -50,16 +51,17 @@ def source(tier: Tier, node: str | None, path: str, window: int = 3) -> Source:
             history=HISTORY,
             node=node,
             path=path,
+            tier=STORAGE if node is None else MEMORY,
             is_replica=path.startswith("replica"),
             window=window,
         ),
     )
 
 
-AT_2 = source(Tier.PEER, "b", "replica_00000_at_00002/region_0.json")
-AT_5 = source(Tier.PEER, "c", "replica_00000_at_00005/region_1.json")
-OWN = source(Tier.MEMORY, "a", "rank_00000/region_0.json")
-STORED = source(Tier.STORAGE, None, "iter_0000007/rank_00000.json")
+AT_2 = source(PEER, "b", "replica_00000_at_00002/region_0.json")
+AT_5 = source(PEER, "c", "replica_00000_at_00005/region_1.json")
+OWN = source(MEMORY, "a", "rank_00000/region_0.json")
+STORED = source(STORAGE, None, "iter_0000007/rank_00000.json")
 
 
 def content_of(unit: UnitEntry) -> bytes:
@@ -140,8 +142,8 @@ def test_window_of_a_peer_is_handed_over_with_all_of_its_versions() -> None:
         ([OWN, AT_5], {2}),
         ([OWN, AT_2, AT_5], set()),
         # A replica that another rank keeps, or that this one kept on a node that is now another's.
-        ([OWN, source(Tier.PEER, "b", "replica_00000_at_00003/region_0.json")], {2, 5}),
-        ([OWN, source(Tier.PEER, "d", "replica_00000_at_00002/region_0.json")], {2, 5}),
+        ([OWN, source(PEER, "b", "replica_00000_at_00003/region_0.json")], {2, 5}),
+        ([OWN, source(PEER, "d", "replica_00000_at_00002/region_0.json")], {2, 5}),
         # What is on storage is safe.
         ([AT_2, STORED], set()),
     ],
@@ -169,7 +171,7 @@ def test_window_of_a_stage_that_recovers_alone_from_its_own_memory_stays_there()
 
 
 def test_breakpoint_is_not_handed_over_in_place_of_the_window_that_is_kept() -> None:
-    left = source(Tier.MEMORY, "a", "rank_00000/breakpoint.json", window=1)
+    left = source(MEMORY, "a", "rank_00000/breakpoint.json", window=1)
     own = replace(left, version=replace(left.version, iteration=9, is_breakpoint=True))
     told = hand([own], fetched(origin=own), kept=[OWN, AT_2])
     assert (told.window, told.peers_without) == (None, {5})
@@ -188,7 +190,7 @@ def test_breakpoints_stay_after_a_local_recovery_also_where_a_rank_has_read_snap
 
 
 def test_breakpoints_stay_if_one_is_all_that_a_rank_has() -> None:
-    left = source(Tier.MEMORY, "a", "rank_00000/breakpoint.json", window=1)
+    left = source(MEMORY, "a", "rank_00000/breakpoint.json", window=1)
     own = replace(left, version=replace(left.version, is_breakpoint=True))
     assert hand([own], fetched(origin=own)).needs_breakpoint
     assert not hand([own, OWN], fetched(origin=own)).needs_breakpoint
@@ -204,7 +206,7 @@ def test_state_on_storage_needs_no_place_in_memory() -> None:
 
 
 def test_only_one_snapshot_of_everything_on_storage_need_not_be_written_again() -> None:
-    whole = source(Tier.STORAGE, None, "iter_0000007/rank_00000.json", window=1)
+    whole = source(STORAGE, None, "iter_0000007/rank_00000.json", window=1)
     assert not hand([AT_2, STORED]).is_on_storage
     assert not hand([AT_2]).is_on_storage
     assert hand([AT_2, whole]).is_on_storage

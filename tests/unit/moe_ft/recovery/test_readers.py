@@ -20,7 +20,6 @@ from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import encode
-from moe_ft.recovery.fetch import fetch_window
 from moe_ft.recovery.inventory import look_at_memory, look_at_storage
 from moe_ft.recovery.readers import (
     MemoryReader,
@@ -206,7 +205,7 @@ def catalog_with(num_elements: int) -> UnitCatalog:
 def test_slices_of_another_size_than_the_ranks_own_are_refused(
     copies: Copies, num_elements: int
 ) -> None:
-    found = fetch_window(copies.sources, [UNIT], catalog_with(num_elements), copies.readers)
+    found = copies.fetch(catalog_with(num_elements), [UNIT])
     assert (found.units, found.missing) == ({}, (str(UNIT),))
 
 
@@ -216,8 +215,7 @@ def test_any_range_of_a_parameter_that_several_ranks_hold_is_accepted(copies: Co
     )
     changed = msgspec.structs.replace(ENTRY, tensors=tensors)
     copies.change_index(0, units={**WINDOW.index.units, str(UNIT): changed})
-    shared = make_catalog(is_sharded=False)
-    found = fetch_window(copies.sources, [UNIT], shared, copies.readers)
+    found = copies.fetch(make_catalog(is_sharded=False), [UNIT])
     assert found.missing == (), copies.readers.problems
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from moe_ft.config.config import MoeFtConfig, RecoveryConfig
+from moe_ft.planning.tiers import STORAGE
 from moe_ft.recovery.agree import Agreed
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.put_back import SharedSlices
@@ -46,7 +47,9 @@ def test_without_a_checkpoint_of_this_layout_everything_is_written_again(
     """None says that a checkpoint must not refer to older ones: those of other layouts hold other slices."""
     stored = versions_of((start(0, 0),), 4)
     versions = [
-        replace(each, node=None, layout="other", world_size=1) if layout_of_state else each
+        replace(each, node=None, tier=STORAGE, layout="other", world_size=1)
+        if layout_of_state
+        else each
         for each in stored
     ]
     (plan,), _ = plans_of(versions)

@@ -16,7 +16,8 @@ from moe_ft.engine.memory.pool import Pool
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.identity import Identity
-from moe_ft.planning.recovery import Source, Tier, Version
+from moe_ft.planning.recovery import Source, Version
+from moe_ft.planning.tiers import MEMORY
 from moe_ft.recovery.agree import _LOST
 from moe_ft.recovery.fetch import Fetching
 from moe_ft.recovery.fetched import Fetched
@@ -95,7 +96,7 @@ class Rank:
             node="a",
             path=str(region.index_path.relative_to(self.node_dir)),
         )
-        self.sources.insert(0, Source(tier=Tier.MEMORY, version=version))
+        self.sources.insert(0, Source(tier=MEMORY, version=version))
 
     def spoil(self, slot: int) -> None:
         """Flip a bit of a version."""

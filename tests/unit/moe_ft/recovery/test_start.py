@@ -27,7 +27,8 @@ from moe_ft.files.progress import excused_until_s
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.identity import Identity, Start
-from moe_ft.planning.recovery import Plan, Tier
+from moe_ft.planning.recovery import Plan
+from moe_ft.planning.tiers import MEMORY
 from moe_ft.recovery import claim
 from moe_ft.recovery import start as phases
 from moe_ft.recovery.checkpointing import Checkpointing
@@ -119,7 +120,7 @@ def test_start_recovers_what_is_in_memory(rank: Rank) -> None:
     outcome = running.outcome
     running.close()
     assert (outcome.iteration, outcome.start, outcome.writer) == (5, 1, 0)
-    assert outcome.sources == {Tier.MEMORY: len(WINDOW_UNITS)}
+    assert outcome.sources == {MEMORY: len(WINDOW_UNITS)}
     assert (outcome.problems, outcome.loss, running.take_replay()) == ((), None, None)
     assert set(outcome.phases_s) == {"inventory", "plan", "restore"}
     assert all(master.count_nonzero() for master in rank.masters())

@@ -19,15 +19,14 @@ from moe_ft.format.entries import (
 )
 from moe_ft.format.index import Index
 from moe_ft.format.packings import Packing
-from moe_ft.planning.recovery import Plan, Source, Tier, Version, plan_recovery
-from moe_ft.recovery import fetch as fetching
-from moe_ft.recovery import transfer
+from moe_ft.planning.recovery import Plan, Source, Version, plan_recovery
+from moe_ft.planning.tiers import MEMORY
+from moe_ft.recovery import divided, transfer
+from moe_ft.recovery.divided import DividedFetching, DividedUnits
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.left import Left as Findings
-from moe_ft.recovery.left import model_blocks
 from moe_ft.recovery.overview import Overview, in_order, look_at_share
 from moe_ft.recovery.readers import Readers, StateReader
-from moe_ft.recovery.transfer import Transfer
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.topology import RankInfo, Topology
@@ -204,7 +203,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
     def record_of(indexes: Mapping[int, Index], met: Any, position: int) -> Any:
         return indexes[0].records[position]
 
-    monkeypatch.setattr(fetching, "make_record", record_of)
+    monkeypatch.setattr(divided, "make_record", record_of)
     parameters = [local_rows(unit, 8, 0) for unit in UNITS]
 
     def run(*left: Left, rotates: bool = False, others: int = 0) -> tuple[Fetched, Readers]:
@@ -243,7 +242,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
             ),
         )
         readers = Readers(open_source)
-        return fetching.Fetching(plan_of(left), met, readers, {}, None).fetch(), readers
+        return DividedFetching(plan_of(left), met, readers, {}, None).fetch(), readers
 
     return run
 
@@ -272,7 +271,7 @@ def test_tensors_are_put_together_and_the_index_is_that_of_this_rank(fetch: Fetc
         assert checksum(fetched.units[str(unit)].content) == entry.checksum
     assert fetched.index is not None
     assert (fetched.index.rank, fetched.index.units) == (0, {})
-    assert fetched.sources == {Tier.MEMORY: 2}
+    assert fetched.sources == {MEMORY: 2}
 
 
 def test_units_of_another_iteration_than_the_state_are_never_taken_for_it(fetch: Fetch) -> None:
@@ -358,11 +357,10 @@ def test_a_rank_that_needs_a_few_rows_of_a_unit_reads_no_more_of_it(
     findings = Findings(
         Readers(lambda source: by_path[source.version.path]),
         plan_of(left).sources_of(0),
-        blocks=model_blocks,
     )
     findings.look_at_all()
     catalog = UnitCatalog([local], leaves_out_frozen=False)
-    reading = Transfer(findings, catalog, 0, is_other_layout=True)
+    reading = DividedUnits(findings, catalog, 0)
     found = reading.read(EMBEDDING, Level.FULL, None, (0, NOW))
     for each in found.entry.tensors:
         rows = torch.frombuffer(found.content, dtype=torch.float32, count=6, offset=each.offset)

@@ -1,6 +1,6 @@
 """Copies of one window in several places of a node's memory, and the parameters that it belongs to."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import msgspec
@@ -8,14 +8,17 @@ import msgspec
 from moe_ft.engine.memory.job_directory import own_directory, replica_directory
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import UnitEntry
-from moe_ft.planning.recovery import Source, Tier
-from moe_ft.recovery.fetch import fetch_window
+from moe_ft.planning.recovery import Source
+from moe_ft.planning.tiers import MEMORY
+from moe_ft.recovery.fetch import read_window
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.inventory import look_at_memory
+from moe_ft.recovery.left import Left
 from moe_ft.recovery.readers import FetchedUnit, MemoryReader, Readers
+from moe_ft.recovery.transfer import OwnUnits
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.units import Level
+from moe_ft.units import Level, UnitId
 from tests.unit.moe_ft.builders import WINDOW_UNITS, fill_window, make_window
 from tests.unit.moe_ft.small_rank import SmallRank
 
@@ -48,7 +51,7 @@ class Copies:
             version.path: version for version in look_at_memory(node_dir, "node-a", "job").versions
         }
         paths = [str(region.index_path.relative_to(node_dir)) for region in self.regions]
-        self.sources = [Source(tier=Tier.MEMORY, version=found[path]) for path in paths]
+        self.sources = [Source(tier=MEMORY, version=found[path]) for path in paths]
         self.readers = Readers(lambda source: MemoryReader(node_dir / source.version.path))
 
     def spoil(self, number: int, entry: UnitEntry) -> None:
@@ -62,9 +65,14 @@ class Copies:
         )
         self.regions[number].commit(encode(index), index.iteration)
 
-    def fetch(self, catalog: UnitCatalog | None = None) -> Fetched:
+    def fetch(
+        self, catalog: UnitCatalog | None = None, units: Iterable[UnitId] = WINDOW_UNITS
+    ) -> Fetched:
         """Read the window."""
-        return fetch_window(self.sources, WINDOW_UNITS, catalog or make_catalog(), self.readers)
+        left = Left(self.readers, self.sources)
+        index = left.first_index()
+        assert index is not None
+        return read_window(left, OwnUnits(left, catalog or make_catalog()), index, units)
 
 
 def all_fetched(fetched: Fetched) -> dict[tuple[str, str, int], FetchedUnit]:

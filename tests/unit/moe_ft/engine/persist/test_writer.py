@@ -22,6 +22,7 @@ from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.index import Index
 from moe_ft.format.manifest import Manifest
 from moe_ft.planning.recovery import Version
+from moe_ft.planning.tiers import STORAGE
 from moe_ft.recovery.readers import StorageReader, read_unit
 from tests.unit.moe_ft.builders import (
     WindowState,
@@ -297,6 +298,7 @@ def reader_of(storage: Storage, iteration: int) -> StorageReader:
         history=manifest.identity.history,
         node=None,
         path=file.index,
+        tier=STORAGE,
         window=manifest.window,
         file=file,
     )
