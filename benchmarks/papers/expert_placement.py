@@ -18,7 +18,6 @@ import numpy as np
 
 from benchmarks.output import conditions, markdown_table, parse_options, show
 from moe_ft.planning.experts import Counts
-from moe_ft.planning.replica_survival import overlapping, recovery_probability
 from moe_ft.planning.slot_tables import (
     Table,
     allocate,
@@ -27,6 +26,8 @@ from moe_ft.planning.slot_tables import (
     count_moves,
     cut,
     imbalance,
+    overlapping,
+    recovery_probability,
     replicas_of,
     stock,
 )

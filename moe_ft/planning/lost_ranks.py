@@ -1,6 +1,6 @@
 """Lost ranks without a spare, as `plan` tells of them: what peers can play, what it costs, what survives.
 
-schedules.py has the schedules of peers that play roles, replica_survival.py the tables of Lazarus.
+schedules.py has the schedules of peers that play roles, slot_tables.py the tables of Lazarus.
 """
 
 import math
@@ -16,12 +16,6 @@ from moe_ft.arithmetic import ceil_div
 from moe_ft.errors import PlanError
 from moe_ft.planning.cells import Replica, cell_sizes
 from moe_ft.planning.planned_job import PlannedJob
-from moe_ft.planning.replica_survival import (
-    MOST_EXACT,
-    overlapping,
-    recovery_probability,
-    sample_recovery,
-)
 from moe_ft.planning.report import megabytes
 from moe_ft.planning.schedules import (
     Pipelines,
@@ -29,7 +23,14 @@ from moe_ft.planning.schedules import (
     Schedule,
     plan_schedule,
 )
-from moe_ft.planning.slot_tables import Table, allocate
+from moe_ft.planning.slot_tables import (
+    MOST_EXACT,
+    Table,
+    allocate,
+    overlapping,
+    recovery_probability,
+    sample_recovery,
+)
 from moe_ft.tables import table
 
 _NUM_SAMPLES = 10_000

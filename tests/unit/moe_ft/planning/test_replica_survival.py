@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
-from moe_ft.planning.replica_survival import (
+from moe_ft.planning.slot_tables import (
+    Table,
     lost_sets,
     overlapping,
     recovery_probability,
     sample_recovery,
 )
-from moe_ft.planning.slot_tables import Table
 
 
 def count_lost(tables: Sequence[Table], num_dead: int) -> int:

@@ -126,10 +126,6 @@ def test_snapshot_that_cannot_be_hidden_has_a_stall() -> None:
     assert "largest k-snapshot that stays hidden: none, not even 1" in text
 
 
-def test_limits_are_left_out_without_an_iteration_time() -> None:
-    assert "hidden" not in planned("partial", *IN_FULL)
-
-
 def test_losses_of_a_fault_are_those_of_the_closed_form() -> None:
     text = planned(
         "partial",
@@ -161,12 +157,6 @@ def test_automatic_k_needs_bandwidths() -> None:
 )
 def test_setting_that_is_planned_as_another_is_named(flags: tuple[str, ...], line: str) -> None:
     assert line in planned("partial", *IN_FULL, *flags)
-
-
-def test_failure_is_planned_where_the_time_between_failures_is_known() -> None:
-    text = planned("partial", *IN_FULL, iteration_s=2.0, bandwidth=1e9, mtbf_s=600.0)
-    assert row(text, "work to redo")[1:] == ["1.5 iterations", "3.00"]
-    assert "of the time is training (ETTR)" in text
 
 
 def test_footprint_has_the_sizes_of_the_plan_and_of_older_files() -> None:
