@@ -22,7 +22,7 @@ import numpy.typing as npt
 from benchmarks.output import conditions, markdown_table, parse_options, show
 from moe_ft.planning.experts import Counts, ExpertLayout
 from moe_ft.strategies.partial.selection import select_load_aware
-from moe_ft.strategies.rotating import PlannedRun, Selection, Versions
+from moe_ft.strategies.rotating import ExpertVersions, PlannedRun, Selection
 from moe_ft.strategies.selective.selection import (
     AGE,
     PAPER,
@@ -87,12 +87,12 @@ def play(routed: Counts, choose: Choose) -> Outcome:
     Args:
         routed: ``[iteration, layer, expert]`` tokens up to each iteration.
     """
-    saved = Versions.of(routed[0], 0)
+    saved = ExpertVersions.of(routed[0], 0)
     lost: list[float] = []
     unsaved: list[float] = []
     oldest = 0
     for iteration in range(1, len(routed)):
-        now = Versions.of(routed[iteration], iteration)
+        now = ExpertVersions.of(routed[iteration], iteration)
         selection = choose(Need.between(saved, now), iteration - 1)
         saved = saved.replaced(selection, now)
         if iteration <= min(_WARM_UP, len(routed) // 2):

@@ -1,7 +1,7 @@
 """Costs of a strategy for a planned job, from the sizes of its snapshots and the links of a rank.
 
-A strategy gives the sizes (`Sizes`), `Links` say how long training waits for them and how late they arrive.
-The values that result are costs.py; planned_job.py has the job.
+A strategy gives the sizes (`Sizes`). `SnapshotLinks` say how long training waits for them, and how late they
+arrive. The values that result are costs.py; planned_job.py has the job.
 """
 
 import math
@@ -44,7 +44,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Links:
+class SnapshotLinks:
     """Links that a snapshot goes through, for each rank.
 
     Attributes:
@@ -105,13 +105,13 @@ class Links:
         return sum(self.stalls_s(snapshots)) / (num_iterations * self.iteration_s)
 
 
-def known_links(job: PlannedJob) -> Links | None:
+def known_links(job: PlannedJob) -> SnapshotLinks | None:
     """Return the links of a rank; None if the time of an iteration or the bandwidth is not known."""
     measured = job.measured
     if measured.bandwidth is None or measured.iteration_s is None:
         return None
     unknown = measured.network_bandwidth is None
-    return Links(
+    return SnapshotLinks(
         iteration_s=measured.iteration_s,
         hidden_s=measured.hidden_s,
         bandwidth=measured.bandwidth,
@@ -148,7 +148,7 @@ def missing_links(job: PlannedJob) -> str:
     return ""
 
 
-def needed_links(job: PlannedJob) -> Links:
+def needed_links(job: PlannedJob) -> SnapshotLinks:
     """Return the links of a rank; raises ConfigError with `missing_links`."""
     links = known_links(job)
     if links is None or missing_links(job):
@@ -221,7 +221,7 @@ def _writes(job: PlannedJob, sizes: Sizes, period_s: float) -> tuple[float, floa
 
 
 def _recoveries(
-    job: PlannedJob, links: Links, sizes: Sizes
+    job: PlannedJob, links: SnapshotLinks, sizes: Sizes
 ) -> Mapping[RecoveryKind, RecoveryCosts]:
     """Return what each kind of recovery takes that the settings allow and whose time is known."""
     measured, window = job.measured, sizes.window

@@ -78,7 +78,7 @@ class _Loaded:
         """Add a rank that is higher than all others, and keeps nothing yet."""
         self._ranks[0].append(rank)
 
-    def least(self, after: int, places: "_Places", taken: Set[str]) -> int:
+    def least(self, after: int, places: "_ReplicaPlaces", taken: Set[str]) -> int:
         """Return the least loaded rank that is in none of these places: the first on the ring, if equal."""
         found = (places.next(self._ranks[load], after, taken) for load in self._loads)
         return next(each for each in found if each is not None)
@@ -94,7 +94,7 @@ class _Loaded:
         insort(self._ranks.setdefault(to, []), rank)
 
 
-class _Places:
+class _ReplicaPlaces:
     """Nodes, or failure domains, of the ranks.
 
     Attributes:
@@ -133,8 +133,8 @@ class _PeerPlacing:
 
     def __init__(self, topology: Topology) -> None:
         self._ranks = ranks = topology.ranks
-        nodes = _Places(ranks, [info.node for info in ranks])
-        domains = _Places(ranks, [info.domain or info.node for info in ranks])
+        nodes = _ReplicaPlaces(ranks, [info.node for info in ranks])
+        domains = _ReplicaPlaces(ranks, [info.domain or info.node for info in ranks])
         self._kinds = (domains, nodes) if topology.domains else (nodes,)
         self._load = [0] * len(ranks)
         self._stage: dict[int, list[int]] = {}  # ascending ranks

@@ -32,7 +32,7 @@ Selection = tuple[tuple[int, ...], ...]  # per MoE layer the selected experts, a
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Versions:
+class ExpertVersions:
     """One version of each expert.
 
     Attributes:
@@ -44,31 +44,33 @@ class Versions:
     iterations: Counts
 
     @classmethod
-    def none(cls, num_layers: int, num_experts: int) -> "Versions":
+    def none(cls, num_layers: int, num_experts: int) -> "ExpertVersions":
         """Return the table of a run that has saved nothing yet."""
         shape = (num_layers, num_experts)
         return cls(trained=np.zeros(shape, np.int64), iterations=np.full(shape, NEVER, np.int64))
 
     @classmethod
-    def of(cls, trained: Counts, iteration: int) -> "Versions":
+    def of(cls, trained: Counts, iteration: int) -> "ExpertVersions":
         """Return the versions that all experts have at an iteration."""
         return cls(trained=trained, iterations=np.full_like(trained, iteration))
 
-    def replaced(self, selection: Selection, newer: "Versions") -> "Versions":
+    def replaced(self, selection: Selection, newer: "ExpertVersions") -> "ExpertVersions":
         """Return a table in which the selected experts have other versions."""
         trained, iterations = self.trained.copy(), self.iterations.copy()
         for layer, experts in enumerate(selection):
             chosen = list(experts)
             trained[layer, chosen] = newer.trained[layer, chosen]
             iterations[layer, chosen] = newer.iterations[layer, chosen]
-        return Versions(trained=trained, iterations=iterations)
+        return ExpertVersions(trained=trained, iterations=iterations)
 
-    def up_to(self, iteration: int) -> "Versions":
+    def up_to(self, iteration: int) -> "ExpertVersions":
         """Return a table in which no version counts as newer than an iteration.
 
         A recovery may leave newer ones. What is saved from this iteration on replaces them.
         """
-        return Versions(trained=self.trained, iterations=np.minimum(self.iterations, iteration))
+        return ExpertVersions(
+            trained=self.trained, iterations=np.minimum(self.iterations, iteration)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +138,7 @@ class _Persist:
     """Experts that go to storage, and the versions in memory when they were chosen."""
 
     selection: Selection
-    versions: Versions
+    versions: ExpertVersions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +221,7 @@ class RotatingExperts(Strategy):
         self._run = run
         self._ledger = TokenLedger(layers, experts.num_experts, frozen)
         self.debts = Debts(tokens=np.zeros_like(self._ledger.routed)) if run.makes_up else None
-        self._saved = Versions.none(experts.num_layers, experts.num_experts)  # in memory
+        self._saved = ExpertVersions.none(experts.num_layers, experts.num_experts)  # in memory
         self._persisted = self._saved  # on storage
         self._interval = run.interval or 1
         self._saved_iteration = -1
@@ -326,7 +328,7 @@ class RotatingExperts(Strategy):
             if (there.iterations != NEVER).any()
         }
 
-    def _targets(self) -> dict[str, Versions]:
+    def _targets(self) -> dict[str, ExpertVersions]:
         """Return the versions of the experts that are known to be somewhere."""
         return {"memory": self._saved, "storage": self._persisted}
 
@@ -339,7 +341,9 @@ class RotatingExperts(Strategy):
         if 0 <= self._saved_iteration < iteration:
             self._interval = iteration - self._saved_iteration
         self._saved_iteration = iteration
-        self._saved = self._saved.replaced(memo.selection, Versions.of(memo.trained, iteration))
+        self._saved = self._saved.replaced(
+            memo.selection, ExpertVersions.of(memo.trained, iteration)
+        )
 
     def _persist(self, selection: Selection) -> PersistPlan:
         """Return the plan of writing the selected experts' versions in memory to storage."""
@@ -366,7 +370,7 @@ class RotatingExperts(Strategy):
             if expert in restored and version.iteration <= restored[expert].iteration
         }
         self._saved, self._persisted = (
-            Versions(trained=trained, iterations=iterations).up_to(resumed.iteration)
+            ExpertVersions(trained=trained, iterations=iterations).up_to(resumed.iteration)
             for trained, iterations in (self._ledger.tables(in_memory), self._ledger.tables(intact))
         )
         progress = resumed.progress

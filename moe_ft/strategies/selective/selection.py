@@ -19,7 +19,7 @@ from moe_ft.config.fields import PEERS, Bounds, ConfigPart, flag_of, parse_size,
 from moe_ft.errors import ConfigError
 from moe_ft.planning.experts import Counts, ExpertLayout
 from moe_ft.planning.lost_tokens import NEVER
-from moe_ft.strategies.rotating import Selection, Versions
+from moe_ft.strategies.rotating import ExpertVersions, Selection
 
 NAME = "selective"
 AGE, PAPER = "age", "paper"
@@ -107,7 +107,7 @@ class Need:
     is_new: npt.NDArray[np.bool_]
 
     @classmethod
-    def between(cls, at_target: Versions, offered: Versions) -> "Need":
+    def between(cls, at_target: ExpertVersions, offered: ExpertVersions) -> "Need":
         """Return the gain where a target gets the offered versions in the place of its own."""
         return cls(
             tokens=np.maximum(0, offered.trained - at_target.trained),

@@ -26,11 +26,11 @@ from moe_ft.strategies.interface import (
     WindowPlan,
 )
 from moe_ft.strategies.rotating import (
+    ExpertVersions,
     PlannedRun,
     RotatingExperts,
     Selection,
     SnapshotMemo,
-    Versions,
 )
 from moe_ft.strategies.selective.selection import (
     PAPER,
@@ -144,7 +144,8 @@ class SelectiveStrategy(RotatingExperts):
         self._next_units: frozenset[UnitId] = frozenset()  # of this rank
         self._sent_iteration = -1  # of the last snapshot, if peers have what it was to bring them
         self._takes_all = self.local.is_auto or run.takes_whole
-        self._sent: Versions | None = None  # at peers; None until they have whatever memory has
+        # At peers; None until they have whatever memory has.
+        self._sent: ExpertVersions | None = None
         self._whole = np.zeros((experts.num_layers, experts.num_experts), np.bool_)
         # Snapshots that hold a whole state together: of this stage, and of the stage that needs most.
         self._own_rounds = self._count_rounds()
@@ -175,7 +176,7 @@ class SelectiveStrategy(RotatingExperts):
     @override
     def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
         trained = self._ledger.trained
-        now = Versions.of(trained, iteration)
+        now = ExpertVersions.of(trained, iteration)
         follow = self._follow(iteration, is_all=not is_whole or self._takes_all)
         whole = self._select_whole(iteration) if is_whole else None
         selection = whole or self._select_local(now, follow)
@@ -253,7 +254,7 @@ class SelectiveStrategy(RotatingExperts):
             first=first,
         )
 
-    def _select_local(self, now: Versions, follow: _Following) -> Selection:
+    def _select_local(self, now: ExpertVersions, follow: _Following) -> Selection:
         need = Need.between(self._saved, now)
         if self._takes_all and need.is_missing.ravel()[self._loads.has_units].all():
             return self._choose(need, self._loads.rooms(None))  # the first one is full
@@ -269,7 +270,7 @@ class SelectiveStrategy(RotatingExperts):
         loads = self._gradients if self._are_followed else self._loads
         return loads.rooms(self.remote.num_bytes)
 
-    def _select_remote(self, saved: Versions, follow: _Following) -> Selection | None:
+    def _select_remote(self, saved: ExpertVersions, follow: _Following) -> Selection | None:
         """Return the experts that go to peers, of those that memory will have in these versions."""
         rooms = self._remote_rooms()
         if rooms is None or self._sent is None:
@@ -349,7 +350,7 @@ class SelectiveStrategy(RotatingExperts):
         self._sent_iteration = self._saved_iteration
 
     @override
-    def _targets(self) -> dict[str, Versions]:
+    def _targets(self) -> dict[str, ExpertVersions]:
         found = super()._targets()
         return found if self._sent is None else {**found, "peers": self._sent}
 

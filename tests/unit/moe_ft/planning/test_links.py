@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.planning.job_costs import Links
+from moe_ft.planning.job_costs import SnapshotLinks
 
 LINKS = st.builds(
-    lambda iteration_s, update_share, **rest: Links(
+    lambda iteration_s, update_share, **rest: SnapshotLinks(
         iteration_s=iteration_s, hidden_s=iteration_s * (1 - update_share), **rest
     ),
     iteration_s=st.floats(0.1, 10),
@@ -23,14 +23,14 @@ SNAPSHOTS = st.lists(st.integers(0, 2000), min_size=1, max_size=6)
 
 
 def test_budget_is_what_the_slower_of_copy_and_replication_can_move() -> None:
-    links = Links(iteration_s=2.0, hidden_s=1.5, bandwidth=100, network_bandwidth=120)
+    links = SnapshotLinks(iteration_s=2.0, hidden_s=1.5, bandwidth=100, network_bandwidth=120)
     assert links.budget_bytes == 150
     assert replace(links, replication_factor=1).budget_bytes == 150
     assert replace(links, replication_factor=2).budget_bytes == 120
 
 
 def test_stall_is_what_the_copy_takes_beyond_forward_and_backward() -> None:
-    links = Links(iteration_s=2.0, hidden_s=1.5, bandwidth=100)
+    links = SnapshotLinks(iteration_s=2.0, hidden_s=1.5, bandwidth=100)
     assert links.stalls_s([100, 150, 200, 350]) == pytest.approx([0, 0, 0.5, 2.0])
     assert links.overhead([100, 150, 200, 350]) == pytest.approx(2.5 / 8)
 
@@ -50,7 +50,7 @@ def test_stall_is_what_the_copy_takes_beyond_forward_and_backward() -> None:
 def test_lag_is_the_iterations_until_peers_have_the_last_snapshot(
     snapshots: list[int], factor: int, lag: int
 ) -> None:
-    links = Links(
+    links = SnapshotLinks(
         iteration_s=1.0,
         hidden_s=1.0,
         bandwidth=100,
@@ -61,7 +61,9 @@ def test_lag_is_the_iterations_until_peers_have_the_last_snapshot(
 
 
 @given(LINKS, SNAPSHOTS)
-def test_snapshots_within_the_budget_cost_no_time(links: Links, snapshots: list[int]) -> None:
+def test_snapshots_within_the_budget_cost_no_time(
+    links: SnapshotLinks, snapshots: list[int]
+) -> None:
     fitting = [min(size, math.floor(links.budget_bytes)) for size in snapshots]
     assert max(links.stalls_s(fitting)) == 0
     assert links.overhead(fitting) == 0

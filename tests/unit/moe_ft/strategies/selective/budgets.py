@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from moe_ft.planning.experts import Counts, ExpertLayout
 from moe_ft.strategies.interface import SnapshotPlan
-from moe_ft.strategies.rotating import PlannedRun, Selection, Versions
+from moe_ft.strategies.rotating import ExpertVersions, PlannedRun, Selection
 from moe_ft.strategies.selective.selection import Need, RankLoads, SelectiveConfig
 from moe_ft.strategies.selective.strategy import SelectiveStrategy
 from moe_ft.units import UnitId, UnitKind
@@ -105,5 +105,5 @@ def experts_in(units: Collection[UnitId]) -> set[tuple[int, int]]:
     return {(unit.layer, unit.expert) for unit in units}
 
 
-def versions(iterations: npt.NDArray[np.int64]) -> Versions:
-    return Versions(trained=np.zeros_like(iterations), iterations=iterations)
+def versions(iterations: npt.NDArray[np.int64]) -> ExpertVersions:
+    return ExpertVersions(trained=np.zeros_like(iterations), iterations=iterations)
