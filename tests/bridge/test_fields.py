@@ -167,7 +167,7 @@ def names_that_are_read() -> set[str]:
                 owner = ast.unparse(node.value)
                 if owner in ("args", "get_args()", "self._args", "view"):
                     found.add(node.attr)
-    return found | {what.split()[0][2:].replace("-", "_") for what in rules._RULES}
+    return found | {name for name, _ in rules._RULES}
 
 
 def test_view_has_every_name_that_the_product_reads() -> None:

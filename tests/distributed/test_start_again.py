@@ -107,7 +107,7 @@ def start_again_and_again(flags: list[str], folder: Path, memory_dir: Path) -> N
                 process.change_rate()
             running = process.start()
             first = running.outcome.iteration
-            sources = {tier.value for tier in running.outcome.sources}
+            sources = {tier.name for tier in running.outcome.sources}
             is_same = first == 0 or process.digest() == process.digests[first]
             rates = sorted(process.rates())
             found.append((first, running.outcome.start, sorted(sources), is_same, rates))

@@ -11,6 +11,7 @@ from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.files.storage import Storage
 from moe_ft.recovery.inspect import rescue as module
+from moe_ft.recovery.inspect.holdings import StateInMemory
 from moe_ft.recovery.job_memory import alive_lock
 from tests.jobs import flip_byte
 from tests.unit.moe_ft.builders import fill_region, make_identity, manifest_of
@@ -107,7 +108,7 @@ def test_other_node_is_waited_for(job: Job, monkeypatch: pytest.MonkeyPatch) -> 
     looks: list[set[int]] = []
     missing = module._missing
 
-    def look(state: module.StateInMemory, storage: Storage) -> set[int]:
+    def look(state: StateInMemory, storage: Storage) -> set[int]:
         looks.append(missing(state, storage))
         if len(looks) == 3:
             job.own(1, 5)
