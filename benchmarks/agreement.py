@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from benchmarks.output import conditions, markdown_table, read_options, show
 from moe_ft.engine.agreement import Agreement, StageSum
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import EventQueue
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.decisions import Decisions, Turn, Votes
+from moe_ft.engine.decisions import Decisions, EndVote, Votes
 from moe_ft.engine.snapshots.job import SnapshotState
 from moe_ft.planning.levels import most_connections, plan_levels
 from tests.harness import run_ranks
@@ -34,7 +34,7 @@ _TIMEOUT_S = 120.0
 _NOT_COUNTED = 5  # first iterations
 _VOTES = Votes(
     state=SnapshotState.COMPLETE,
-    turn=Turn.TRY,
+    turn=EndVote.TRY,
     is_ready=True,
     is_idle=True,
     can_persist=True,
@@ -76,7 +76,9 @@ def agree(folder: str, num_iterations: int) -> None:
     agreement, load = Agreement(_TIMEOUT_S), StageSum(_TIMEOUT_S)
     agreement.start()
     load.start([each * min(_NUM_STAGES, num_ranks) // num_ranks for each in range(num_ranks)], rank)
-    spent = _iterate(Decisions(agreement, load, Reports(), Clock()), num_iterations, dist.barrier)
+    spent = _iterate(
+        Decisions(agreement, load, EventQueue(), Clock()), num_iterations, dist.barrier
+    )
     Path(folder, f"{rank}.json").write_text(json.dumps(spent))
     dist.barrier()
 

@@ -21,6 +21,8 @@ from msgspec.msgpack import Decoder
 
 from benchmarks.candidate import Candidate, Site, State
 from benchmarks.peers import prepare_for_megatron
+from moe_ft.config.config import MoeFtConfig, StorageConfig
+from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.exchange import TEXT
 from moe_ft.engine.links.peers import PeerConnection
@@ -100,7 +102,6 @@ class MoeFtMemory(Candidate):
     def start(self) -> None:
         """Start an engine with warm regions, as moe_ft/recovery/protect.py does."""
         from moe_ft.engine.build import build_engine
-        from moe_ft.engine.engine import EngineSettings
 
         self._persist_dir.mkdir(exist_ok=True)
         agreement = Agreement(_AGREEMENT_TIMEOUT_S)
@@ -108,15 +109,14 @@ class MoeFtMemory(Candidate):
         self._catalog = self._stand_ins.catalog_of(self._parameters)
         layouts = self._layouts()
         strategy = self._strategy(agreement)
-        settings = EngineSettings(
-            interval=1,
-            overhead_limit=0.05,
-            persist_interval=int(self.persists),
-            raises=True,
-            persists=self.persists,
+        config = MoeFtConfig(
+            strategy=StrategyConfig(on_error="raise"),
+            storage=StorageConfig(
+                persist_dir=str(self._persist_dir) if self.persists else None, persist_interval=1
+            ),
         )
         self._engine = build_engine(
-            settings,
+            config,
             self._context(agreement, strategy, measure_sizes(strategy, layouts)),
             strategy,
             agreement,
@@ -171,7 +171,7 @@ class MoeFtMemory(Candidate):
                 sources_of(peers, rank),
                 persists=self.persists,
             ),
-            origins=self._catalog.origins(sorted(strategy.rotating)),
+            origins=self._catalog.origins(sorted(strategy.rotation.units)),
             stage_load=None,
             peers=tuple(self._topology.ranks[peer] for peer in peers[rank]),
             server=server,

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from benchmarks.output import conditions, markdown_table, read_options, show, spread
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import EventQueue
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.peers import PeerConnection, PeerReplicator
 from moe_ft.engine.links.server import PeerServer
@@ -66,7 +66,7 @@ class Rank:
         self.servers = {kind: PeerServer(self.node_dir, HOST) for kind in _KINDS}
         parity = ParityStore(self.files, rank, self.group)
         memory = ReplicaMemory(regions=tuple(kept), pool=None)
-        self.reports = Reports()
+        self.reports = EventQueue()
         for kind, server in self.servers.items():
             server.start()
             server.admit(TOKEN)

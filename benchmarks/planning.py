@@ -27,7 +27,7 @@ from benchmarks import stand_ins
 from benchmarks.candidate import Site
 from benchmarks.ours import MoeFtMemory
 from benchmarks.output import conditions, markdown_table, read_options, show, spread
-from moe_ft.engine.background import Report
+from moe_ft.engine.background import EngineEvent
 from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.snapshots.windows import UnitLayouts
@@ -104,7 +104,7 @@ class EngineRank(MoeFtMemory):
         self.strategy = DenseStrategy(self.catalog.units)
         self.node_dir = self._node_dir(self._node)
         self.optimizer = self._optimizer
-        self.reports: list[Report] = []
+        self.reports: list[EngineEvent] = []
 
     @override
     def _layouts(self) -> UnitLayouts:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_ft.engine.background import Reports, ThreadWorker
+from moe_ft.engine.background import EventQueue, ThreadWorker
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.regions import Region
@@ -152,7 +152,7 @@ def snapshot(
     """
     region = Region(directory, 0, layout.num_bytes)
     region.open()
-    reports = Reports()
+    reports = EventQueue()
     taker = record_taker(parameters[0].optimizer, parameters)
     log = RecordLog(taker.complete)
     log.append(iteration, taker.capture(facts(iteration)))

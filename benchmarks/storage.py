@@ -33,7 +33,7 @@ from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.requests import PersistRequest
 from moe_ft.engine.persist.writer import PersistWorker
 from moe_ft.files.storage import Storage, file_tag
-from moe_ft.format import checksums
+from moe_ft.format import encoding
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index, check_units
 from moe_ft.planning.recovery import Source
@@ -204,7 +204,7 @@ def measure_threads(region: Region, repetitions: int) -> Samples:
     """Time checksums of all units by several numbers of threads, also by more than there are cores."""
 
     def check(num_threads: int) -> None:
-        with mock.patch.object(checksums, "num_cores_of_rank", lambda: num_threads + 1):
+        with mock.patch.object(encoding, "num_cores_of_rank", lambda: num_threads + 1):
             check_region(region)
 
     functions = {f"{each} threads": partial(check, each) for each in NUM_THREADS}

@@ -8,19 +8,22 @@ has: there the reader takes at most so many MB a second from each connection.
 """
 
 import multiprocessing
+import socket
 import tempfile
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from statistics import median
 from typing import override
+from unittest.mock import patch
 
 from benchmarks.output import conditions, markdown_table, read_options, show, spread
+from moe_ft.engine.links import peers
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
-from moe_ft.engine.links.tcp import TCP, Tcp, TcpConnection
-from moe_ft.engine.links.transport import Deadline, Transport
+from moe_ft.engine.links.transport import Deadline, TcpConnection
 from moe_ft.files.private_files import make_private
 
 _HOST, _TOKEN, _NAME, _INDEX = "127.0.0.1", "token", "body", "index.json"
@@ -44,17 +47,17 @@ class _LimitedConnection(TcpConnection):
             time.sleep(max(0.0, end_s - time.perf_counter()))
 
 
-class _Limited(Tcp):
-    """TCP whose connections are limited."""
+@contextmanager
+def _limited(bytes_per_s: float) -> Iterator[None]:
+    """Have peers connect over limited connections."""
 
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-
-    @override
-    def connect(self, address: tuple[str, int], deadline: Deadline) -> TcpConnection:
-        connection = _LimitedConnection(super().connect(address, deadline)._socket)
-        connection.bytes_per_s = self._bytes_per_s
+    def connect(address: tuple[str, int], deadline: Deadline) -> TcpConnection:
+        connection = _LimitedConnection(socket.create_connection(address, deadline.rest_s))
+        connection.bytes_per_s = bytes_per_s
         return connection
+
+    with patch.object(peers, "connect", connect):
+        yield
 
 
 def _serve(folder: str, num_bytes: int, pipe: Pipe) -> None:
@@ -69,14 +72,12 @@ def _serve(folder: str, num_bytes: int, pipe: Pipe) -> None:
     pipe.recv()
 
 
-def measure(
-    address: tuple[str, int], num_bytes: int, repetitions: int, transport: Transport
-) -> dict[int, list[float]]:
+def measure(address: tuple[str, int], num_bytes: int, repetitions: int) -> dict[int, list[float]]:
     """Return bytes per second by number of streams."""
     rates: dict[int, list[float]] = {number: [] for number in _NUMBERS}
     for _ in range(repetitions):
         for number, found in rates.items():
-            with closing(PeerConnection(address, _TOKEN, number, transport)) as connection:
+            with closing(PeerConnection(address, _TOKEN, number)) as connection:
                 connection.get(_NAME, 0, 1)  # connects
                 begin_s = time.perf_counter()
                 assert len(connection.get(_NAME)) == num_bytes
@@ -105,8 +106,9 @@ def main() -> None:
         server = context.Process(target=_serve, args=(folder, num_bytes, theirs), daemon=True)
         server.start()
         address = own.recv()
-        loopback = measure(address, num_bytes, options.repetitions, TCP)
-        limited = measure(address, num_bytes, options.repetitions, _Limited(options.limit * 1e6))
+        loopback = measure(address, num_bytes, options.repetitions)
+        with _limited(options.limit * 1e6):
+            limited = measure(address, num_bytes, options.repetitions)
         own.send(None)
         server.join()
     show(

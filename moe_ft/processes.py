@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -18,6 +19,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _STATE, _FLAGS, _START_TICKS = 0, 6, 19  # in /proc/PID/stat after the name
 _PF_EXITING = 0x4
+_CODE = Path(__file__).resolve().parent.parent
+# Only the package comes from there: nothing else in its directory may hide other packages.
+_RUN = (
+    "import sys; sys.path.insert(0, sys.argv[1]); import moe_ft; del sys.path[0]; "
+    "from {} import main; main(*sys.argv[2:])"
+)
 _PENDING = re.compile(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", re.MULTILINE)
 
 
@@ -123,6 +130,22 @@ def exit_within(seconds: float) -> None:
         os._exit(1)
 
     threading.Thread(target=leave, name="moe_ft-exit", daemon=True).start()
+
+
+def command_of(module: str, *words: str) -> list[str]:
+    """Return a command line that calls `main` of a module of moe_ft with words.
+
+    It runs the code of this process and imports nothing from the working directory.
+    """
+    return [sys.executable, "-P", "-c", _RUN.format(module), str(_CODE), *words]
+
+
+def ignore_signals() -> None:
+    """Ignore what launchers and SLURM send to everyone: the parent decides when this process ends."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # Megatron's --exit-signal, usually
+        signal.signal(number, signal.SIG_IGN)
 
 
 def set_process_name(name: str) -> None:

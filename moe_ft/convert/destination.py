@@ -25,8 +25,13 @@ from pathlib import Path
 from typing import Any, override
 
 from moe_ft.convert.verifying import FilePart, verify_parts
-from moe_ft.engine.persist.origin import own_origin
-from moe_ft.engine.persist.storage_lock import LOCK_NAME, LOCK_STALE_S, StorageLock, watch_lock
+from moe_ft.engine.persist.storage_lock import (
+    LOCK_NAME,
+    LOCK_STALE_S,
+    StorageLock,
+    own_origin,
+    watch_lock,
+)
 from moe_ft.errors import ConfigError, CorruptStateError, LockLostError, MoeFtError
 from moe_ft.files.local_files import sync_file
 from moe_ft.files.private_files import make_private, open_directory

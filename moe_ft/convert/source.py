@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.soundness import check_references, check_region, read_file
-from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock, find_live
+from moe_ft.engine.persist.storage_lock import LOCK_RENEWAL_S, StorageLock, find_live, own_origin
 from moe_ft.errors import ConfigError, CorruptStateError
 from moe_ft.files.storage import Storage
 from moe_ft.format.identity import Identity

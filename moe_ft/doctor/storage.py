@@ -17,12 +17,12 @@ import msgspec
 
 from moe_ft.config.fields import size_text
 from moe_ft.doctor.rows import CheckRow, failed, passed, rate_text, refused, warned
-from moe_ft.engine.persist.origin import own_origin
 from moe_ft.engine.persist.storage_lock import (
     LOCK_NAME,
     LOCK_RENEWAL_S,
     LOCK_STALE_S,
     StorageLock,
+    own_origin,
 )
 from moe_ft.errors import ConfigError
 from moe_ft.files.progress import PATIENCE_S, SLOWEST_BYTES_PER_S

@@ -84,7 +84,8 @@ class _Reduction:
     """
 
     def __init__(self, op: Any, timeout_s: float) -> None:
-        self._op, self._timeout = op, timedelta(seconds=timeout_s)
+        self._op = op
+        self._timeout = timedelta(seconds=timeout_s)
         # Shorter than what ends the job: a rank that does not answer costs checkpoints, not the run.
         self._answer = timedelta(seconds=min(_ANSWER_S, timeout_s / 2))
         self._levels: list[_Level] = []  # from the lowest

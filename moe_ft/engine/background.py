@@ -45,7 +45,7 @@ def describe(error: BaseException) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class EngineEvent:
     """One event of a background part.
 
     Attributes:
@@ -58,17 +58,17 @@ class Report:
     time_s: float = field(default_factory=time.time, compare=False)
 
 
-class Reports:
+class EventQueue:
     """A queue from any thread to the training thread."""
 
     def __init__(self) -> None:
-        self._reports: deque[Report] = deque()
+        self._reports: deque[EngineEvent] = deque()
         self._lock = threading.Lock()
 
     def add(self, event: str, iteration: int, **fields: Any) -> None:
         """Add an event. Any thread."""
         with self._lock:
-            self._reports.append(Report(event=event, iteration=iteration, fields=fields))
+            self._reports.append(EngineEvent(event=event, iteration=iteration, fields=fields))
 
     def degraded(
         self,
@@ -104,7 +104,7 @@ class Reports:
             on_failure()
             self.degraded(part, iteration, describe(error), error)
 
-    def drain(self) -> list[Report]:
+    def drain(self) -> list[EngineEvent]:
         """Return and forget all events so far. Training thread."""
         with self._lock:
             reports = list(self._reports)
@@ -121,13 +121,15 @@ class Messages:
 
     def __init__(self, rank: int, clock: Clock, *, is_first_of_stage: bool, raises: bool) -> None:
         """Begin without reports; a failure ends training if it `raises`."""
-        self.reports = Reports()
+        self.reports = EventQueue()
         self._clock = clock
-        self._rank, self._speaks, self._raises = rank, is_first_of_stage, raises
+        self._rank = rank
+        self._speaks = is_first_of_stage
+        self._raises = raises
         self._printed_s: dict[str, float] = {}
         self._told_length = 0
 
-    def drain(self, log: Callable[[Report], None], *, is_ending: bool = False) -> None:
+    def drain(self, log: Callable[[EngineEvent], None], *, is_ending: bool = False) -> None:
         """Hand over the events since the last call, and print those that say that something failed.
 
         With --moe-ft-on-error=raise, such a failure raises DegradedError. At the end of training each of them
@@ -150,7 +152,7 @@ class Messages:
         if failure and self._raises and not is_ending:
             raise DegradedError(f"{failure} (--moe-ft-on-error=raise)")
 
-    def _print_accusation(self, report: Report) -> None:
+    def _print_accusation(self, report: EngineEvent) -> None:
         """Print whom a peer's repetition of the optimizer's step accuses: this rank, or another one twice."""
         given, (accused, *others) = report.fields, report.fields["ranks"]
         if others or not given["decided"] or (accused != self._rank and given["times"] < 2):

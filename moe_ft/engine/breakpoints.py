@@ -53,7 +53,7 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
+class BreakpointResult:
     """Outcome of an attempt to write a breakpoint.
 
     Attributes:
@@ -86,9 +86,12 @@ class Breakpoints:
         patience_s: float = _PATIENCE_S,
     ) -> None:
         """Take parts; nothing is reserved yet. `kept_iteration` returns the newest that all ranks have."""
-        self._region, self._patience_s = region, patience_s
+        self._region = region
+        self._patience_s = patience_s
         self._layout = layout
-        self._copier, self._indexer, self._records = copier, indexer, records
+        self._copier = copier
+        self._indexer = indexer
+        self._records = records
         self._kept_iteration = kept_iteration
         self._state = threading.Condition()  # guards everything below
         self._moment: Moment | None = None
@@ -184,7 +187,7 @@ class Breakpoints:
         moment = None if self._is_updating else self._moment
         return moment is not None and moment.iteration >= iteration
 
-    def write(self, *, waits: bool = True) -> Written:
+    def write(self, *, waits: bool = True) -> BreakpointResult:
         """Write the live state, once it is whole, and hold it. Any thread; others wait for the first.
 
         If a step is under way that does not end in time, the state is held when it has ended.
@@ -198,11 +201,11 @@ class Breakpoints:
                 stepping_to = self._next_iteration if problem == TORN else None
                 self._hold_at = stepping_to  # others are told of it: this rank must not pass it
             if moment is None:
-                return Written(problem=problem, stepping_to=stepping_to)
+                return BreakpointResult(problem=problem, stepping_to=stepping_to)
             try:
                 return self._write(moment)
             except Exception as error:  # whatever it is, the rank leaves without a breakpoint
-                return Written(problem=describe(error))
+                return BreakpointResult(problem=describe(error))
 
     @property
     def _next_iteration(self) -> int | None:
@@ -220,7 +223,7 @@ class Breakpoints:
         self._is_held = True
         return self._moment, ""
 
-    def _write(self, moment: Moment) -> Written:
+    def _write(self, moment: Moment) -> BreakpointResult:
         start_s = time.perf_counter()
         iteration, region = moment.iteration, self._region
         request = SnapshotRequest(
@@ -245,7 +248,7 @@ class Breakpoints:
         region.commit(encode(index), iteration)
         with self._state:
             self._store.commit(_STATE)
-        return Written(
+        return BreakpointResult(
             iteration=iteration,
             num_bytes=request.num_bytes,
             seconds=time.perf_counter() - start_s,

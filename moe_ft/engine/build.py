@@ -5,13 +5,14 @@ A test or a simulation passes its own clock, workers and replicator; training ta
 
 from collections.abc import Callable
 
+from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.agreement import Agreement
-from moe_ft.engine.background import Messages, Reports, ThreadWorker
+from moe_ft.engine.background import EventQueue, Messages, ThreadWorker
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.decisions import Decisions
-from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
+from moe_ft.engine.engine import CheckpointEngine, EngineContext
 from moe_ft.engine.links.peers import PeerReplicator
 from moe_ft.engine.links.sender import ReplicaSender
 from moe_ft.engine.persist.client import PersistClient, WriterSupervisor, writer_command
@@ -30,7 +31,7 @@ MakeWorker = Callable[[str], ThreadWorker]
 
 
 def build_engine(
-    settings: EngineSettings,
+    config: MoeFtConfig,
     context: EngineContext,
     strategy: Strategy,
     agreement: Agreement,
@@ -51,31 +52,37 @@ def build_engine(
     ranks = context.topology.ranks
     first = next(each for each in ranks if each.stage == ranks[context.rank].stage)
     is_first = first.rank == context.rank
-    messages = Messages(context.rank, clock, is_first_of_stage=is_first, raises=settings.raises)
+    messages = Messages(
+        context.rank, clock, is_first_of_stage=is_first, raises=config.strategy.on_error == "raise"
+    )
     reports = messages.reports
     if replicator is None and context.peers:
-        ours = (context.token, reports, context.phase_hook, clock, settings.num_streams)
+        ours = (context.token, reports, context.phase_hook, clock, config.memory.streams)
         replicator = PeerReplicator(context.peers, *ours, context.memory.stripes)
     records = RecordLog(complete_record)
     parts = (records, replicator, strategy, reports, clock, make_worker)
-    writer = _build_writer(settings, context, *parts)
+    writer = _build_writer(config, context, *parts)
     windows = Windows(context.memory, strategy, layouts, writer, records, reports)
     directory = context.persist_dir
     client = PersistClient(directory, context.rank, reports, context.phase_hook, clock, len(ranks))
     schedule = (windows.store, strategy, context.identity, context.rank)
+    stored, interval = config.storage, config.strategy.interval_iterations
     storage = StorageSchedule(
-        settings.persist_interval, client, *schedule, dense_interval=settings.dense_interval
+        stored.persist_interval if stored.persists else 0,
+        client,
+        *schedule,
+        dense_interval=stored.persist_dense_interval if stored.persists else 0,
     )
     return CheckpointEngine(
-        settings,
+        config,
         context,
         strategy,
         clock=clock,
         messages=messages,
         decisions=Decisions(agreement, context.stage_load, reports, clock),
-        interval=IntervalTuner(settings.overhead_limit)
-        if settings.interval is None
-        else FixedInterval(settings.interval),
+        interval=IntervalTuner(config.strategy.overhead_limit)
+        if interval is None
+        else FixedInterval(interval),
         writer=writer,
         windows=windows,
         storage=storage,
@@ -119,7 +126,7 @@ def _indexer(context: EngineContext, records: RecordLog) -> SnapshotIndexer:
 
 
 def _build_boundary_log(
-    context: EngineContext, reports: Reports, make_worker: MakeWorker
+    context: EngineContext, reports: EventQueue, make_worker: MakeWorker
 ) -> BoundaryLog | None:
     if context.traffic is None or not context.memory.boundary:
         return None
@@ -137,26 +144,26 @@ def _build_boundary_log(
 
 
 def _build_writer(
-    settings: EngineSettings,
+    config: MoeFtConfig,
     context: EngineContext,
     records: RecordLog,
     replicator: PeerReplicator | None,
     strategy: Strategy,
-    reports: Reports,
+    reports: EventQueue,
     clock: Clock,
     make_worker: MakeWorker,
 ) -> SnapshotWriter:
     pool = context.memory.pool
     sender = gradients = None
-    if replicator is not None and settings.keeps_gradients:
+    if replicator is not None and config.memory.sends_gradients:
         units = {*strategy.always, *strategy.followable}
         parameters = [each for each in context.parameters if each.unit in units]
         gradients = GradientCapture(parameters, strategy.followable)
     if replicator is not None:
-        halved = [each.rank for each in context.peers] if settings.halves_peers else []
+        halved = [each.rank for each in context.peers] if context.halves_peers else []
         sender = ReplicaSender(replicator, reports, make_worker("replicate"), clock, halved)
     return SnapshotWriter(
-        StateCopier(context.parameters, pool, settings.staging_bytes),
+        StateCopier(context.parameters, pool, config.precision.staging),
         _indexer(context, records),
         records,
         pool,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from moe_ft.engine.agreement import Agreement, StageSum
-from moe_ft.engine.background import BackgroundPart, Reports, describe
+from moe_ft.engine.background import BackgroundPart, EventQueue, describe
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.snapshots.job import SnapshotState
 from moe_ft.planning.experts import Counts
@@ -36,7 +36,7 @@ _OFF = (
 )
 
 
-class Turn(IntEnum):
+class EndVote(IntEnum):
     """Next step at the end of training, ordered so that the least over all ranks is that of the job."""
 
     GIVE_UP = 0
@@ -61,7 +61,7 @@ class Votes:
     """
 
     state: SnapshotState
-    turn: Turn
+    turn: EndVote
     is_ready: bool
     is_idle: bool
     can_persist: bool
@@ -93,11 +93,13 @@ class Decisions:
     """Owned by the training thread. Nothing here raises: without an answer, checkpointing is off."""
 
     def __init__(
-        self, agreement: Agreement, stage_load: StageSum | None, reports: Reports, clock: Clock
+        self, agreement: Agreement, stage_load: StageSum | None, reports: EventQueue, clock: Clock
     ) -> None:
         """Take what reduces votes over all ranks, and counts over the stage if anything is counted."""
-        self._agreement, self._stage_load = agreement, stage_load
-        self._reports, self._clock = reports, clock
+        self._agreement = agreement
+        self._stage_load = stage_load
+        self._reports = reports
+        self._clock = clock
         self._votes: Votes | None = None
         self._reminded_s = 0.0
         self.is_off = False

@@ -11,9 +11,9 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
-from moe_ft.engine.background import BackgroundPart, Reports
+from moe_ft.engine.background import BackgroundPart, EventQueue
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.decisions import Decisions, Turn, Votes
+from moe_ft.engine.decisions import Decisions, EndVote, Votes
 from moe_ft.engine.memory.regions import describe_room
 from moe_ft.engine.persist.schedule import StorageSchedule
 from moe_ft.engine.snapshots.job import SnapshotState
@@ -114,10 +114,10 @@ class Ending:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class EndProgress:
     """Progress of the last state on its way to where it is kept, as all ranks have agreed."""
 
-    turn: Turn
+    turn: EndVote
     is_saved: bool
     has_failed: bool
     is_idle: bool
@@ -134,8 +134,8 @@ class LastSteps:
         decisions: Decisions,
         windows: Windows,
         storage: StorageSchedule,
-        reports: Reports,
-        votes: Callable[[Turn], Votes],
+        reports: EventQueue,
+        votes: Callable[[EndVote], Votes],
         act_on: Callable[[Votes], bool | None],
         *,
         is_for_memory: bool,
@@ -146,10 +146,16 @@ class LastSteps:
             act_on: settles windows and storage by what all ranks voted; returns whether what was written is
                 a checkpoint, None if that is not known yet.
         """
-        self._iteration, self._capture, self._is_for_memory = iteration, capture, is_for_memory
-        self._strategy, self._decisions = strategy, decisions
-        self._windows, self._storage, self._reports = windows, storage, reports
-        self._votes, self._act_on = votes, act_on
+        self._iteration = iteration
+        self._capture = capture
+        self._is_for_memory = is_for_memory
+        self._strategy = strategy
+        self._decisions = decisions
+        self._windows = windows
+        self._storage = storage
+        self._reports = reports
+        self._votes = votes
+        self._act_on = act_on
 
     def keep(self, tell: Callable[[], None], deadline_s: float, clock: Clock) -> bool:
         """Try as `keep_last_state` says; return whether the last state is where it is kept."""
@@ -162,12 +168,12 @@ class LastSteps:
             self._reports.degraded(BackgroundPart.PERSIST, self._iteration, reason)
         return is_kept
 
-    def _advance(self, turn: Turn) -> Progress | None:
+    def _advance(self, turn: EndVote) -> EndProgress | None:
         window = self._windows.open
         if window is not None and window.is_growing:
             window.is_given_up = window.is_cut_off = True
         if self._is_for_memory and self._windows.is_passing_on:
-            turn = min(turn, Turn.WAIT)  # the peers of other ranks take it until all have ended
+            turn = min(turn, EndVote.WAIT)  # the peers of other ranks take it until all have ended
         self._decisions.begin(partial(self._votes, turn), self._iteration)
         decided = self._decisions.read(self._iteration)
         if decided is None:
@@ -176,14 +182,14 @@ class LastSteps:
         progress = partial(self._progress, decided[0], is_try=is_try)
         return self._decisions.attempt(self._iteration, progress)
 
-    def _progress(self, votes: Votes, *, is_try: bool) -> Progress:
+    def _progress(self, votes: Votes, *, is_try: bool) -> EndProgress:
         is_confirmed = self._act_on(votes)
         is_in_memory = self._is_in_memory
         has_window_failed = is_try and votes.state is SnapshotState.FAILED
         is_on_storage = self._storage.is_at_end(self._iteration)
-        return Progress(
+        return EndProgress(
             turn=votes.turn,
-            is_saved=is_in_memory and votes.turn is not Turn.WAIT
+            is_saved=is_in_memory and votes.turn is not EndVote.WAIT
             if self._is_for_memory
             else is_on_storage,
             has_failed=is_confirmed is False or has_window_failed,
@@ -209,7 +215,7 @@ class LastSteps:
 
 
 def keep_last_state(
-    advance: Callable[[Turn], Progress | None],
+    advance: Callable[[EndVote], EndProgress | None],
     begin_step: Callable[[], None],
     tell: Callable[[], None],
     deadline_s: float,
@@ -226,20 +232,20 @@ def keep_last_state(
     """
     pauses_s, end_s = [*_PAUSES_S], clock.monotonic() + deadline_s
     next_s, poll_s = 0.0, _POLL_S
-    turn = Turn.TRY
+    turn = EndVote.TRY
     while (progress := advance(turn)) is not None:
         tell()
-        if progress.is_saved or progress.turn is Turn.GIVE_UP:
+        if progress.is_saved or progress.turn is EndVote.GIVE_UP:
             return progress.is_saved
         if progress.has_failed:
             next_s = clock.monotonic() + pauses_s.pop(0) if pauses_s else inf
-        elif progress.turn is Turn.TRY and progress.is_idle:
+        elif progress.turn is EndVote.TRY and progress.is_idle:
             begin_step()
             poll_s = _POLL_S
         clock.sleep(poll_s)
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
         now_s = clock.monotonic()
-        turn = Turn.WAIT if now_s < next_s else Turn.TRY
+        turn = EndVote.WAIT if now_s < next_s else EndVote.TRY
         if now_s > end_s or next_s == inf:
-            turn = Turn.GIVE_UP
+            turn = EndVote.GIVE_UP
     return False

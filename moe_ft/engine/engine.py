@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 
+from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine.agreement import StageSum
-from moe_ft.engine.background import BackgroundPart, Messages, PhaseHook, Report, Reports
+from moe_ft.engine.background import BackgroundPart, EngineEvent, Messages, PhaseHook
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.decisions import Decisions, Turn, Votes
+from moe_ft.engine.decisions import Decisions, EndVote, Votes
 from moe_ft.engine.ending import Ending, LastState, LastSteps
-from moe_ft.engine.links.peers import Replica
+from moe_ft.engine.links.peers import OutgoingReplica
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.memory.rank_memory import RankMemory
@@ -54,35 +55,6 @@ _DOES_NOT_FIT = "what was recovered does not fit this start's regions; peers get
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineSettings:
-    """Settings from the flags.
-
-    Attributes:
-        interval: iterations between snapshots, None for automatic.
-        persist_interval: complete snapshots between those that go to storage, 0 for none before the end.
-        persists: whether there is storage, to which at least the last state goes.
-        dense_interval: iterations between whole states that go to storage, 0 for none before the end.
-        staging_bytes: device memory in which snapshots are packed, 0 if nothing is.
-        num_streams: connections to each peer.
-        keeps_gradients: whether peers make replicas of gradients.
-        needs_pins: whether a start fails if CUDA cannot register its memory.
-        halves_peers: whether a window goes to one half of the peers after the other, see links/sender.py.
-    """
-
-    interval: int | None
-    overhead_limit: float
-    persist_interval: int
-    raises: bool
-    persists: bool
-    staging_bytes: int = 0
-    dense_interval: int = 0
-    num_streams: int = 1
-    keeps_gradients: bool = False
-    needs_pins: bool = True
-    halves_peers: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineContext:
     """Facts about the engine's rank and job.
 
@@ -92,6 +64,7 @@ class EngineContext:
         writer: settings of the node's writer process; None on all but the lowest rank of a node
             and without storage.
         storage_trouble: why the persist directory cannot be used when the start begins; empty if it can be.
+        halves_peers: whether a window goes to one half of the peers after the other, see links/sender.py.
     """
 
     rank: int
@@ -111,6 +84,7 @@ class EngineContext:
     traffic: PipelineTraffic | None = None
     record_settings: Mapping[str, Any] = field(default_factory=dict)
     storage_trouble: str = ""
+    halves_peers: bool = False
 
     @property
     def is_on_gpu(self) -> bool:
@@ -128,7 +102,7 @@ class CheckpointEngine:
 
     def __init__(
         self,
-        settings: EngineSettings,
+        config: MoeFtConfig,
         context: EngineContext,
         strategy: Strategy,
         *,
@@ -143,17 +117,27 @@ class CheckpointEngine:
         boundary: BoundaryLog | None,
         breakpoints: Breakpoints | None = None,
     ) -> None:
-        self._settings, self._context, self._strategy = settings, context, strategy
-        self._memory, self._clock = context.memory, clock
-        self._messages, self._reports = messages, messages.reports
-        self._decisions, self._interval = decisions, interval
-        self._profile, self._stall = SnapshotProfile(), Stall(clock)
-        self._writer, self._windows, self._gradients = writer, windows, writer.gradients
-        self._storage, self._supervisor = storage, supervisor
-        self.breakpoints, self.boundary = breakpoints, boundary
+        self._config = config
+        self._context = context
+        self._strategy = strategy
+        self._memory = context.memory
+        self._clock = clock
+        self._messages = messages
+        self._reports = messages.reports
+        self._decisions = decisions
+        self._interval = interval
+        self._profile = SnapshotProfile()
+        self._stall = Stall(clock)
+        self._writer = writer
+        self._windows = windows
+        self._gradients = writer.gradients
+        self._storage = storage
+        self._supervisor = supervisor
+        self.breakpoints = breakpoints
+        self.boundary = boundary
         self.wait_for_copy = partial(windows.wait_for_copy, clock)  # until nothing reads weights
         self._has_removed_left_overs = False
-        self._restored_replica: Replica | None = None
+        self._restored_replica: OutgoingReplica | None = None
         self._forward_start_s: float | None = None
         self._start_iteration = self._iteration = 0
         self._outcome_without_training = LastState.NOTHING_NEW
@@ -167,8 +151,7 @@ class CheckpointEngine:
         """Open memory, accept replicas, start workers and the writer; raises OSError or PinError."""
         context = self._context
         self._memory.open((restored.start, restored.iteration) if restored else None)
-        parts = self._memory, self._settings, self._reports, iteration
-        _pin_or_touch(*parts, is_on_gpu=context.is_on_gpu)
+        self._pin_or_touch(iteration)
         self._start_iteration = self._iteration = iteration
         kept = self._windows.start(iteration, restored)
         is_in_use = restored is not None and restored.needs_breakpoint
@@ -185,7 +168,7 @@ class CheckpointEngine:
             self._restored_replica = replica_to_send(kept, restored)
             if restored.peers_without and self._restored_replica is None:
                 self._reports.skipped(BackgroundPart.REPLICATE, iteration, _DOES_NOT_FIT)
-        if self._settings.persists:
+        if self._config.storage.persists:
             self._storage.start(restored.persisted_index if restored else "", iteration)
         if context.storage_trouble:
             self._reports.degraded(BackgroundPart.PERSIST, iteration, context.storage_trouble)
@@ -193,6 +176,18 @@ class CheckpointEngine:
             self._supervisor.start()
         if self.breakpoints is not None:
             self.breakpoints.start(is_in_use=is_in_use)
+
+    def _pin_or_touch(self, iteration: int) -> None:
+        """Pin the rank's memory; if CUDA refuses, report that, or raise PinError where it must not."""
+        try:
+            if self._context.is_on_gpu:
+                self._memory.pin()
+        except PinError as error:
+            if self._config.memory.pin == "require":
+                raise
+            reason = f"--moe-ft-pin=try: snapshots take longer and training waits for them: {error}"
+            self._reports.degraded(BackgroundPart.MEMORY, iteration, reason)
+        self._memory.mappings.touch_later()  # what is not pinned
 
     def protect(self) -> None:
         """Send what was recovered to peers that lack it, once all ranks have started and accept replicas."""
@@ -238,7 +233,7 @@ class CheckpointEngine:
             ready=self.breakpoints.mark_ready(),
         )
 
-    def _votes(self, turn: Turn = Turn.TRY) -> Votes:
+    def _votes(self, turn: EndVote = EndVote.TRY) -> Votes:
         window = self._windows.open
         self._strategy.note_measured(self._profile.measured)
         return Votes(
@@ -357,7 +352,7 @@ class CheckpointEngine:
                 self._interval.end_checkpoint(self._storage.seconds_per_snapshot)
         return is_confirmed
 
-    def drain(self, log: Callable[[Report], None]) -> None:
+    def drain(self, log: Callable[[EngineEvent], None]) -> None:
         """Hand over the events since the last call; see `Messages.drain`."""
         self._messages.drain(log)
 
@@ -365,7 +360,7 @@ class CheckpointEngine:
         self,
         iteration: int,
         capture: Callable[[], CapturedRecord],
-        log: Callable[[Report], None],
+        log: Callable[[EngineEvent], None],
         *,
         is_complete: bool,
     ) -> Ending:
@@ -376,7 +371,7 @@ class CheckpointEngine:
         self._iteration = iteration
         is_new = iteration != self._start_iteration
         outcome = LastState.UNSAVED if is_new else self._outcome_without_training
-        if not self._settings.persists:
+        if not self._config.storage.persists:
             outcome = LastState.NO_STORAGE
         is_for_memory = outcome is LastState.NO_STORAGE and is_new and not is_complete
         if outcome is LastState.UNSAVED or is_for_memory:
@@ -423,23 +418,3 @@ class CheckpointEngine:
     def remove_memory(self) -> None:
         """Remove this rank's memory; the run has ended cleanly."""
         self._memory.remove()
-
-
-def _pin_or_touch(
-    memory: RankMemory,
-    settings: EngineSettings,
-    reports: Reports,
-    iteration: int,
-    *,
-    is_on_gpu: bool,
-) -> None:
-    """Pin a rank's memory; if CUDA refuses, report that, or raise PinError where it must not."""
-    try:
-        if is_on_gpu:
-            memory.pin()
-    except PinError as error:
-        if settings.needs_pins:
-            raise
-        reason = f"--moe-ft-pin=try: snapshots take longer and training waits for them: {error}"
-        reports.degraded(BackgroundPart.MEMORY, iteration, reason)
-    memory.mappings.touch_later()  # what is not pinned

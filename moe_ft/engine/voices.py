@@ -41,7 +41,9 @@ class Voices:
             own: the rank of this process.
             limit_s: for which one voice waits for another.
         """
-        self.own, self.make_group, self._limit_s = own, make_group, limit_s
+        self.own = own
+        self.make_group = make_group
+        self._limit_s = limit_s
         self.speakers = dict(sorted(speakers.items()))
         # Who speaks for rank 0 leads, as rank 0 does in a healthy job.
         self.live = tuple(dict.fromkeys(self.speakers.values()))
@@ -142,7 +144,8 @@ class VoicedAgreement(_Voiced, Agreement):
 
     def __init__(self, timeout_s: float, voice: Voice) -> None:
         super().__init__(timeout_s)
-        self._voice, self._processes = voice, Agreement(timeout_s)
+        self._voice = voice
+        self._processes = Agreement(timeout_s)
         self._has_begun = False
 
     @property
@@ -200,7 +203,8 @@ class VoicedStageSum(_Voiced, StageSum):
 
     def __init__(self, timeout_s: float, voice: Voice) -> None:
         super().__init__(timeout_s)
-        self._voice, self._processes = voice, StageSum(timeout_s)
+        self._voice = voice
+        self._processes = StageSum(timeout_s)
 
     @override
     def start(self, stages: Sequence[int], rank: int) -> None:

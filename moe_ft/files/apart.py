@@ -9,33 +9,21 @@ and written by engine/persist/writer.py.
 import builtins
 import importlib
 import os
-import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
-import moe_ft
 from moe_ft import errors
+from moe_ft.processes import command_of, ignore_signals
 
 _LOOK_S = 2.0  # between two looks for the process that asks
 _IDLE_LOOKS = 30
 _TRIES = 2  # a helper may have ended, since it had nothing to do
-_SIGNALS_FOR_RANKS = (
-    *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP),
-    *(signal.SIGUSR1, signal.SIGUSR2),
-)
-# Only the package comes from there: nothing else in its directory may hide other packages.
-_START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); import moe_ft; del sys.path[0]; "
-    "from moe_ft.files.apart import main; main(int(sys.argv[2]), int(sys.argv[3]))"
-)
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -100,12 +88,10 @@ class Helper:
 
     def _start(self) -> "Connection[Any, Any]":
         own, other = socket.socketpair()
-        code = str(Path(moe_ft.__file__).resolve().parent.parent)
         with other:
-            command = [sys.executable, "-P", "-c", _START, code]
             # Not the rank's output: a launcher waits until every holder of its pipe has closed it.
             self._process = subprocess.Popen(
-                [*command, str(other.fileno()), str(os.getpid())],
+                command_of(__name__, str(other.fileno()), str(os.getpid())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -122,13 +108,12 @@ class Helper:
             _left[:] = [each for each in (*_left, self._process) if each.poll() is None]
 
 
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: str, parent: str) -> None:
     """Serve a process until it ends, or asks nothing for a while."""
-    for number in _SIGNALS_FOR_RANKS:  # launchers and SLURM signal everyone; the parent decides
-        signal.signal(number, signal.SIG_IGN)
-    connection: Connection[Any, Any] = Connection(descriptor)
+    ignore_signals()
+    connection: Connection[Any, Any] = Connection(int(descriptor))
     num_looks = 0
-    while num_looks < _IDLE_LOOKS and os.getppid() == parent:
+    while num_looks < _IDLE_LOOKS and os.getppid() == int(parent):
         if not connection.poll(_LOOK_S):
             num_looks += 1
             continue

@@ -107,7 +107,8 @@ class Storage:
         """
         check_holds_no_secret("URL", url)
         self._helper = Helper() if is_apart else None
-        self.url, self._patience_s = url, patience_s
+        self.url = url
+        self._patience_s = patience_s
 
     @cached_property
     def _opened(self) -> tuple[Any, str]:

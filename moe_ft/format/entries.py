@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 
 from moe_ft.format.encoding import Checksum, check_path
-from moe_ft.format.packings import DTYPE_BYTES, Packing, Piece, pieces
+from moe_ft.format.packings import DTYPE_BYTES, PackedPiece, Packing, pieces
 from moe_ft.format.records import Count, Gaps
 
 UNCUT = "whole."  # begins the keys of tensors whose range is their own, not that of a parameter
@@ -74,7 +74,7 @@ class UnitEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.incarnation, self.iteration
 
 
-class Place(msgspec.Struct, frozen=True):
+class EntryPlace(msgspec.Struct, frozen=True):
     """The part of a unit version's entry that says where it lies; see `UnitEntry`."""
 
     offset: Count
@@ -83,7 +83,7 @@ class Place(msgspec.Struct, frozen=True):
     file: str = ""
 
 
-class Saved(msgspec.Struct, frozen=True):
+class EntryHead(msgspec.Struct, frozen=True):
     """The part of a unit version's entry that says which one it is, and in which file; see `UnitEntry`."""
 
     iteration: Count
@@ -158,7 +158,7 @@ class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_path(self.data, where)
 
 
-def tensor_pieces(tensor: TensorEntry) -> tuple[Piece, ...]:
+def tensor_pieces(tensor: TensorEntry) -> tuple[PackedPiece, ...]:
     """Return the parts of a tensor in its file; their offsets count from the start of the tensor."""
     return pieces(tensor.dtype, tensor.end - tensor.start, Packing(tensor.packing))
 

@@ -12,14 +12,21 @@ import msgspec
 import xxhash
 
 from moe_ft.errors import CorruptStateError
-from moe_ft.format.checksums import checksums
-from moe_ft.format.encoding import Body, Checksum, check_content, check_found, check_path, decodable
+from moe_ft.format.encoding import (
+    Body,
+    Checksum,
+    check_content,
+    check_found,
+    check_path,
+    checksums,
+    decodable,
+)
 from moe_ft.format.entries import (
+    EntryHead,
+    EntryPlace,
     FileEntry,
     ModelPlaces,
     ParameterEntry,
-    Place,
-    Saved,
     UnitEntry,
     tensor_bytes,
 )
@@ -171,15 +178,15 @@ class IndexHead(Body, frozen=True):
 class IndexPlaces(Body, frozen=True):
     """The part of an index that says where its units lie; decoding skips the rest. See `Index`."""
 
-    units: dict[str, Place]
-    retained: dict[str, Place] = {}
+    units: dict[str, EntryPlace]
+    retained: dict[str, EntryPlace] = {}
 
 
 @decodable
 class IndexSummary(IndexHead, frozen=True):
     """The part of an index that its manifest repeats; decoding skips the rest. See `Index`."""
 
-    units: dict[str, Saved] = {}
+    units: dict[str, EntryHead] = {}
     older: tuple[FileEntry, ...] = ()
 
 

@@ -85,7 +85,7 @@ _SCALED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PackedPiece:
     """A part of a packed tensor; safetensors sees it as a tensor of its own.
 
     Attributes:
@@ -105,14 +105,14 @@ class Piece:
 
 
 @cache
-def pieces(dtype: str, count: int, packing: Packing) -> tuple[Piece, ...]:
+def pieces(dtype: str, count: int, packing: Packing) -> tuple[PackedPiece, ...]:
     """Return the parts of a packed tensor in a file.
 
     Args:
         dtype: safetensors' name of the type that the live tensor has; all packings but EXACT require F32.
     """
     if packing is Packing.EXACT:
-        return (Piece("", dtype, count, 0),)
+        return (PackedPiece("", dtype, count, 0),)
     if packing is Packing.SPLIT:
         parts = [
             ("weight", "BF16", count),
@@ -123,10 +123,10 @@ def pieces(dtype: str, count: int, packing: Packing) -> tuple[Piece, ...]:
         parts = [("", _SHORT_DTYPES[packing], count)]
         if packing in _SCALED:
             parts.append(("scale", "F32", ceil_div(count, SCALED_BLOCK)))
-    found: list[Piece] = []
+    found: list[PackedPiece] = []
     end = 0
     for name, piece_dtype, piece_count in parts:
         start = round_up(end, ALIGNMENT_BYTES)
-        found.append(Piece(name, piece_dtype, piece_count, start))
+        found.append(PackedPiece(name, piece_dtype, piece_count, start))
         end = start + found[-1].num_bytes
     return tuple(found)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.background import Report, describe
+from moe_ft.engine.background import EngineEvent, describe
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.memory.mappings import Mappings
@@ -370,7 +370,7 @@ class Checkpoints(LoopListener):
         if self._running is not None:
             self._running.engine.drain(self._write_report)
 
-    def _write_report(self, report: Report) -> None:
+    def _write_report(self, report: EngineEvent) -> None:
         fields = report.fields
         if not self._config.observability.router_log:  # nobody compares them with the loads
             fields = {name: value for name, value in fields.items() if name != "experts"}

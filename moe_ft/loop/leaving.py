@@ -30,7 +30,7 @@ from moe_ft.cluster.signed_store import SignedStore, StoreMeeting
 from moe_ft.engine import exchange
 from moe_ft.engine.background import BackgroundPart, device_of_this_thread
 from moe_ft.engine.boundary.log import BoundaryLog
-from moe_ft.engine.breakpoints import Breakpoints, Written
+from moe_ft.engine.breakpoints import BreakpointResult, Breakpoints
 from moe_ft.errors import ConfigError, CorruptionError, UnrecoverableError
 from moe_ft.events import EventLog
 from moe_ft.loop.listeners import LoopState
@@ -241,8 +241,8 @@ class BreakpointWriter:
             self._flush(_LEAVING_S - (time.perf_counter() - start_s))
 
     def _meet(
-        self, own: JobRank, breakpoints: Breakpoints, written: Written, *, can_step: bool
-    ) -> Written:
+        self, own: JobRank, breakpoints: Breakpoints, written: BreakpointResult, *, can_step: bool
+    ) -> BreakpointResult:
         """Bring the breakpoints of all ranks to one iteration, if that takes one step at most."""
         meeting = BreakpointMeeting(own, self._log.incarnation, self._processes)
         at = written.stepping_to if written.iteration is None else written.iteration
@@ -271,7 +271,7 @@ class BreakpointWriter:
         warn(f"rank {self._log.rank}, {part}: {reason}")
         self._log.write("degraded", self._loop.iteration, part=part.value, reason=reason)
 
-    def _tell(self, reason: str, written: Written, seconds: float) -> None:
+    def _tell(self, reason: str, written: BreakpointResult, seconds: float) -> None:
         rank, iteration = self._log.rank, written.iteration
         if iteration is None:
             warn(f"rank {rank} left no breakpoint: {written.problem}")

@@ -4,7 +4,8 @@ A stage that runs an iteration again alone gets the tensors of its neighbours fr
 of the whole job from records: gradient norm, number of tokens, found-inf. A gradient that Megatron sums over
 several stages is in neither. These stages must run the iteration again together.
 
-Pure. planning/scope.py plans with the couplings; planning/remains.py has the layout that they belong to.
+Pure. planning/local_recovery.py plans with the couplings; planning/remains.py has the layout that they belong
+to.
 """
 
 import re

@@ -12,6 +12,7 @@ from typing import override
 from moe_ft.format.entries import FileEntry
 from moe_ft.format.identity import Family, History, Start
 from moe_ft.planning.branches import is_alive, known_names, order_starts, order_written
+from moe_ft.planning.scope import EVERYBODY, Scope
 from moe_ft.planning.tiers import MEMORY, STORAGE, Tier
 
 
@@ -175,6 +176,8 @@ class Plan:
         stages: the way of each pipeline stage. All have the same target.
         elsewhere: for every rank everything that the run has left, of any iteration, in the same order. Units
             that the snapshots of this iteration lack may be there.
+        scopes: stages that recover together, ordered by their lowest. A local recovery has none if nothing is
+            run again.
         noted: of a plan that has the sources of one rank alone, see planning/shares.py.
     """
 
@@ -184,6 +187,7 @@ class Plan:
     start: Start
     stages: Mapping[int, StagePlan]
     elsewhere: Mapping[int, tuple[Source, ...]] = field(default_factory=dict)
+    scopes: tuple[Scope, ...] = (EVERYBODY,)
     noted: Basis | None = None
 
     def sources_of(self, rank: int) -> tuple[Source, ...]:
@@ -220,8 +224,18 @@ class Plan:
 
     @property
     def is_local(self) -> bool:
-        """True if some stages run iterations again alone, see planning/local_recovery.py."""
-        return False
+        """True if stages outside of every scope keep the state that they have."""
+        return EVERYBODY not in self.scopes
+
+    @property
+    def stages_alone(self) -> tuple[int, ...]:
+        """Stages that run iterations again without the others, ascending."""
+        return tuple(sorted(stage for each in self.scopes for stage in each.stages))
+
+    def scope_of(self, stage: int) -> Scope | None:
+        """Return the scope that a stage is in; None if it runs nothing again."""
+        around = (each for each in self.scopes if each == EVERYBODY or stage in each.stages)
+        return next(around, None)
 
     @property
     def replay_from(self) -> int:

@@ -1,6 +1,6 @@
 """Remains of a failure: the state, boundary logs and records of one run that can still be read.
 
-Plain values, on rank 0. planning/scope.py plans a recovery from them. Whoever collects them
+Plain values, on rank 0. planning/local_recovery.py plans a recovery from them. Whoever collects them
 leaves out everything that the run has left behind (planning/branches.py), torn breakpoints, and the snapshots
 of a strategy that does not save every unit in them.
 """
@@ -14,10 +14,7 @@ from moe_ft.format.identity import History
 from moe_ft.format.records import JobNumbers
 from moe_ft.planning.couplings import Coupling
 from moe_ft.planning.recovery import Version
-
-# Node, path and iteration of a log, a record or a state, and the rank that reads it: the receiver of a log,
-# the owner of a state. Any rank reads a record.
-Place = tuple[str | None, str, int, int | None]
+from moe_ft.planning.scope import KeptRecord, Place, SentLog
 
 
 def place_of(version: Version) -> Place:
@@ -32,29 +29,6 @@ class StageLink:
     sender: int
     receiver: int
     direction: Direction
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SentLog:
-    """Tensors that one rank has sent to a neighbour in one direction, while one iteration ran; all of them.
-
-    Attributes:
-        iteration: the one that ran: from the state of this number to the next.
-        node: the node whose memory holds it; None for storage.
-        path: its index, relative to the node's memory directory or the persist directory.
-    """
-
-    sender: int
-    receiver: int
-    direction: Direction
-    iteration: int
-    node: str | None
-    path: str
-
-    @property
-    def place(self) -> Place:
-        """Place of what it holds for its receiver."""
-        return self.node, self.path, self.iteration, self.receiver
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,31 +52,6 @@ class FoundLog:
     numbers: JobNumbers | None
     replay_settings: str
     record_settings: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptRecord:
-    """Record of one iteration by one rank.
-
-    The record of state n + 1 answers what iteration n asks the whole job: gradient norms, number of tokens,
-    found-inf. What belongs to the rank itself, such as random numbers and buffers, follows from its restored
-    state, which has its own record.
-
-    Attributes:
-        node: the node whose memory holds it; None for storage.
-        numbers: what it answers, if that is known without reading it.
-    """
-
-    rank: int
-    iteration: int
-    node: str | None
-    path: str
-    numbers: JobNumbers | None = None
-
-    @property
-    def place(self) -> Place:
-        """Place that it is read from."""
-        return self.node, self.path, self.iteration, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,20 +131,6 @@ class PipelineLayout:
         """Yield the sending and the receiving rank of each pipeline."""
         return zip(self.stages[link.sender], self.stages[link.receiver], strict=True)
 
-    def segments(self, stages: frozenset[int]) -> tuple[tuple[int, ...], ...]:
-        """Return the longest runs of neighbouring stages, each in the order of the pipeline."""
-        if len(stages) == self.num_stages:
-            return (tuple(range(self.num_stages)),)
-        runs = []
-        for stage in sorted(stages):
-            if self._after(stage, -1) in stages:
-                continue  # not the first of its run
-            run = [stage]
-            while (following := self._after(run[-1], 1)) in stages:
-                run.append(following)
-            runs.append(tuple(run))
-        return tuple(runs)
-
     def joined(self, stages: frozenset[int]) -> list[frozenset[int]]:
         """Return the sets of these stages that links or couplings join, ordered by their lowest stage."""
         pairs = [frozenset({link.sender, link.receiver}) for link in self.links]
@@ -207,7 +142,3 @@ class PipelineLayout:
                 sets = [each for each in sets if each not in touched]
                 sets.append(frozenset[int]().union(*touched))
         return sorted(sets, key=min)
-
-    def _after(self, stage: int, step: int) -> int:
-        """Return the stage one step further; one that does not exist beyond the ends of a line."""
-        return (stage + step) % self.num_stages if self.is_ring else stage + step

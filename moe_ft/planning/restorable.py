@@ -1,6 +1,6 @@
 """Remains of a failure by stage: the states that it could restore, and the logs and records for its replays.
 
-planning/remains.py has the input, planning/scope.py chooses. Pure.
+planning/remains.py has the input, planning/local_recovery.py chooses. Pure.
 """
 
 from collections import defaultdict
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from moe_ft.format.identity import Start
 from moe_ft.planning.recovery import Version
-from moe_ft.planning.remains import KeptRecord, PipelineLayout, Remains, SentLog, StageLink
+from moe_ft.planning.remains import PipelineLayout, Remains, StageLink
+from moe_ft.planning.scope import KeptRecord, SentLog
 
 # Iteration of the whole state, number of snapshots, and the start that wrote a window: another one may have
 # grouped its units differently. Whole states of several starts of one run fit together.

@@ -14,9 +14,8 @@ import msgspec
 
 from moe_ft.format.entries import FileEntry
 from moe_ft.format.identity import History
-from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Ordered, Plan, Source, Version, order_sources, versions_of
-from moe_ft.planning.remains import SentLog
+from moe_ft.planning.scope import SentLog
 from moe_ft.planning.tiers import Tier
 
 _REPLICA, _BREAKPOINT = 1, 2
@@ -147,14 +146,12 @@ class Stripped:
     """Plan without sources.
 
     Attributes:
-        plan, local: one of them, as a global recovery has it, or a local one.
         breakpoints_first: see `Ordered`.
         own, elsewhere: tables of another layout, whose versions all ranks may read; None if they are in the
             shares.
     """
 
-    plan: Plan | None
-    local: LocalPlan | None
+    plan: Plan
     breakpoints_first: bool | None
     own: Table | None
     elsewhere: Table | None
@@ -208,7 +205,7 @@ def share_out(
     if kept is not None and kept is not plan:
         common_kept = _strip(kept, needs_elsewhere=False)
     logs: dict[int, list[tuple[int, SentLog]]] = defaultdict(list)
-    for number, scope in enumerate(plan.scope.scopes if isinstance(plan, LocalPlan) else ()):
+    for number, scope in enumerate(plan.scopes):
         for log in scope.logs:
             logs[log.receiver].append((number, log))
     sources, kept_sources = _sources_of(plan), {} if kept is None else _sources_of(kept)
@@ -244,28 +241,26 @@ def take_share(
         left = None if elsewhere is None else [versions[each] for each in elsewhere]
         if stripped.elsewhere is not None:
             left = unpacker.versions(stripped.elsewhere)
-        plan, first = stripped.plan or stripped.local, stripped.breakpoints_first
-        assert plan is not None
+        plan, first = stripped.plan, stripped.breakpoints_first
         way = replace(
             plan.stages[stage], sources={rank: Ordered({rank: read}, {rank: node}, first)[rank]}
         )
         others = {} if left is None else {rank: order_sources(left, node)}
         stages = {**plan.stages, stage: way}
-        plan = replace(plan, stages=stages, elsewhere={**plan.elsewhere, **others})
-        return _with_logs(plan, share.logs) if isinstance(plan, LocalPlan) else plan
+        return replace(plan, stages=stages, elsewhere={**plan.elsewhere, **others})
 
-    plan = complete(common.plan, share.own, share.elsewhere or None)
+    plan = _with_logs(complete(common.plan, share.own, share.elsewhere or None), share.logs)
     if common.kept is None:
         return plan, plan if common.keeps_plan else None
     return plan, complete(common.kept, share.kept, None)
 
 
-def _with_logs(plan: LocalPlan, logs: Sequence[tuple[int, SentLog]]) -> LocalPlan:
+def _with_logs(plan: Plan, logs: Sequence[tuple[int, SentLog]]) -> Plan:
     scopes = [
         replace(scope, logs=tuple(log for of, log in logs if of == number))
-        for number, scope in enumerate(plan.scope.scopes)
+        for number, scope in enumerate(plan.scopes)
     ]
-    return replace(plan, scope=replace(plan.scope, stages=plan.stages, scopes=tuple(scopes)))
+    return replace(plan, scopes=tuple(scopes))
 
 
 def _sources_of(plan: Plan) -> dict[int, Mapping[int, tuple[Source, ...]]]:
@@ -278,19 +273,15 @@ def _strip(plan: Plan, *, needs_elsewhere: bool) -> Stripped:
     basis = plan.basis
     some = next(iter(plan.stages.values())).sources
     stages = {number: replace(stage, sources={}) for number, stage in plan.stages.items()}
-    bare = replace(plan, stages=stages, elsewhere={}, noted=basis)
+    bare = replace(plan, stages=stages, elsewhere=dict(_answers(plan)), noted=basis)
     own = elsewhere = None
     if plan.is_other_layout:
         rank = next(iter(some))
         own = Packer().table(versions_of(some, rank))
         if needs_elsewhere:
             elsewhere = Packer().table(versions_of(plan.elsewhere, rank))
-    local = None
-    if isinstance(bare, LocalPlan):
-        local = replace(_with_logs(bare, ()), elsewhere=dict(_answers(plan)))
     return Stripped(
-        plan=bare if local is None else None,
-        local=local,
+        plan=_with_logs(bare, ()),
         breakpoints_first=some.breakpoints_first if isinstance(some, Ordered) else None,
         own=own,
         elsewhere=elsewhere,
@@ -299,9 +290,8 @@ def _strip(plan: Plan, *, needs_elsewhere: bool) -> Stripped:
 
 def _answers(plan: Plan) -> Iterator[tuple[int, tuple[Source, ...]]]:
     """Yield by their owners the states whose records answer in a local recovery, for any reader."""
-    assert isinstance(plan, LocalPlan)
     places: dict[int, set[tuple[str | None, str]]] = defaultdict(set)
-    for scope in plan.scope.scopes:
+    for scope in plan.scopes:
         for record in (each for records in scope.records.values() for each in records):
             if record.numbers is None:
                 places[record.rank].add((record.node, record.path))

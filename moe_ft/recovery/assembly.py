@@ -113,7 +113,7 @@ def measure_sizes(
     # To fill a region up, its header declares the rest, and may get a page longer for it.
     room = 0 if len(sizes) == 1 else 2 * HEADER_ALIGNMENT_BYTES
     room += int(max(sizes) * strategy.memory_margin)
-    units, catalog = strategy.rotating, layouts.catalog
+    units, catalog = strategy.rotation.units, layouts.catalog
     window = max(len(plan.snapshots) for plan in plans)
     num_layers = len({each.layer for each in catalog.units if each.kind is UnitKind.ROUTER})
     num_tensors = sum(len(catalog.tensors(unit, Level.FULL)) for unit in catalog.units)

@@ -17,10 +17,8 @@ from moe_ft.errors import CorruptStateError
 from moe_ft.format.boundary import BoundaryIndex
 from moe_ft.format.encoding import decode
 from moe_ft.format.records import JobNumbers, numbers_of
-from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan, Source
-from moe_ft.planning.remains import KeptRecord, Place, SentLog
-from moe_ft.planning.scope import Scope
+from moe_ft.planning.scope import KeptRecord, Place, Scope, SentLog
 from moe_ft.recovery.media import connect
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.readers import Readers
@@ -74,14 +72,15 @@ class Borders:
             each.close()
 
 
-def read_borders(
-    plan: LocalPlan, met: Met, readers: Readers
-) -> tuple[Borders | None, dict[Place, str]]:
+def read_borders(plan: Plan, met: Met, readers: Readers) -> tuple[Borders | None, dict[Place, str]]:
     """Read what the replay of this rank needs. Not collective.
 
     Returns:
-        Nothing for a rank that runs nothing again; and what is missing, or damaged, by its place.
+        Nothing for a rank without borders: it runs nothing again, or all ranks do. And what is missing, or
+        damaged, by its place.
     """
+    if not plan.is_local:
+        return None, {}
     stage, pipelines = met.facts.stage, met.pipelines
     scope = plan.scope_of(stage)
     if scope is None or pipelines is None:
@@ -107,7 +106,7 @@ def read_borders(
     return borders, missing
 
 
-def _live_from(plan: LocalPlan, scope: Scope, met: Met) -> dict[int, int]:
+def _live_from(plan: Plan, scope: Scope, met: Met) -> dict[int, int]:
     """Return by rank the iteration with which each rank of the scope begins."""
     assert met.pipelines is not None
     return {
@@ -125,9 +124,7 @@ def _sent_to(rank: int, scope: Scope) -> Mapping[int, Sequence[SentLog]]:
     return found
 
 
-def _read_numbers(
-    record: KeptRecord, plan: LocalPlan, met: Met, readers: Readers
-) -> JobNumbers | None:
+def _read_numbers(record: KeptRecord, plan: Plan, met: Met, readers: Readers) -> JobNumbers | None:
     """Return the numbers of a record, from the state that it is kept with."""
     if record.numbers is not None:
         return record.numbers
@@ -139,7 +136,7 @@ def _read_numbers(
     return None
 
 
-def _sources_with(record: KeptRecord, plan: LocalPlan, met: Met) -> Iterator[Source]:
+def _sources_with(record: KeptRecord, plan: Plan, met: Met) -> Iterator[Source]:
     for source in plan.elsewhere.get(record.rank, ()):
         version = source.version
         if (version.node, version.path) == (record.node, record.path):

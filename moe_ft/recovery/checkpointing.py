@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from moe_ft.engine.background import Report
+from moe_ft.engine.background import EngineEvent
 from moe_ft.engine.ending import Ending
 from moe_ft.engine.engine import CheckpointEngine
 from moe_ft.engine.persist.storage_lock import StorageLock
 from moe_ft.format.identity import Identity
 from moe_ft.format.records import IterationRecord
-from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan
 from moe_ft.planning.tiers import Tier
 from moe_ft.recovery.borders import Borders, Lockstep
@@ -61,11 +60,6 @@ class RecoveryOutcome:
     blocked_by: str = ""
 
 
-def _stages_of(plan: Plan) -> tuple[int, ...]:
-    scopes = plan.scope.scopes if isinstance(plan, LocalPlan) else ()
-    return tuple(sorted(stage for each in scopes for stage in each.stages))
-
-
 def make_outcome(
     met: Met,
     restored: Restored | None,
@@ -85,7 +79,7 @@ def make_outcome(
         writer=0 if restored is None else restored.plan.start.number,
         sources={} if restored is None else dict(restored.fetched.sources),
         loss=None if restored is None else restored.loss,
-        stages=() if restored is None else _stages_of(restored.plan),
+        stages=() if restored is None else restored.plan.stages_alone,
         lossy={} if restored is None else restored.fetched.lossy,
         needed_bytes=0 if restored is None else restored.fetched.needed_bytes,
         read_bytes={} if restored is None else restored.fetched.read_bytes,
@@ -161,7 +155,7 @@ class Checkpointing:
         self,
         iteration: int,
         facts: IterationFacts,
-        log: Callable[[Report], None],
+        log: Callable[[EngineEvent], None],
         *,
         is_complete: bool,
     ) -> Ending:

@@ -197,7 +197,7 @@ class DividedFetching(Fetching):
             sources, self._sources, self._readers, met.site.topology, met.site.rank
         )
         found = met.ranks.everyone.fold(share, merge, _OVERVIEW)
-        needed = units.numbers_of([*met.strategy.always, *met.strategy.rotating])
+        needed = units.numbers_of([*met.strategy.always, *met.strategy.rotation.units])
         left.look_at({sources[place] for place in found.places_of(needed)})
         left.indexes, left.newest_gaps = found.indexes(), found.gaps
         self._ranks_there = found.ranks

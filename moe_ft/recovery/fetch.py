@@ -15,13 +15,12 @@ from moe_ft.errors import CorruptStateError, PlanError
 from moe_ft.format.entries import FROZEN
 from moe_ft.format.index import Index
 from moe_ft.format.records import Gaps
-from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.lost_tokens import UnitVersion
 from moe_ft.planning.recovery import Plan
 from moe_ft.planning.relayout import VersionNumber
 from moe_ft.planning.remains import place_of
 from moe_ft.recovery.borders import read_borders
-from moe_ft.recovery.fetched import Fetched, Rotation, first_iteration
+from moe_ft.recovery.fetched import Fetched, StageVersions, first_iteration
 from moe_ft.recovery.left import Copy, Left, Position, version_of
 from moe_ft.recovery.meet import Met
 from moe_ft.recovery.readers import FetchedUnit, Readers
@@ -68,13 +67,13 @@ class Fetching:
         self._origins = origins
         rank = met.site.rank
         self._sources = plan.sources_of(rank)
-        others = () if met.strategy.saves_all else plan.elsewhere.get(rank, ())
+        others = () if met.strategy.rotation.is_empty else plan.elsewhere.get(rank, ())
         self._left = Left(readers, self._sources, others, most_iteration=most_iteration)
         self._transfer = self._look()
 
     def _look(self) -> Transfer:
         """Look at what this rank has left; at the state itself only as far as it is needed."""
-        if not self._met.strategy.saves_all:
+        if not self._met.strategy.rotation.is_empty:
             self._left.look_at_all()
         return OwnUnits(self._left, self._met.live.catalog)
 
@@ -98,7 +97,7 @@ class Fetching:
     def fetch(self) -> Fetched:
         """Read and verify what this rank needs. Called by all ranks."""
         fetched = self._fetch_state()
-        if not self._met.strategy.saves_all:
+        if not self._met.strategy.rotation.is_empty:
             fetched = self._with_rotation(fetched)
         return replace(
             fetched,
@@ -124,20 +123,18 @@ class Fetching:
         if fetched.index is not None:
             if fetched.index.origins.get(FROZEN) != self._origins.get(FROZEN):
                 missing.append(_FROZEN_DIFFER)
-            if fetched.compute and not strategy.saves_all:
+            if fetched.compute and not strategy.rotation.is_empty:
                 missing.append("snapshot with all units: it is a window of several snapshots")
-        borders = None
-        if isinstance(self._plan, LocalPlan):
-            borders, lost = read_borders(self._plan, self._met, self._readers)
-            missing += lost.values()
-            places += lost
+        borders, lost = read_borders(self._plan, self._met, self._readers)
+        missing += lost.values()
+        places += lost
         return replace(
             fetched, borders=borders, missing=tuple(missing), unreadable=frozenset(places)
         )
 
     def _with_rotation(self, fetched: Fetched) -> Fetched:
         """Add the units that only some snapshots hold. Called by all ranks of a stage."""
-        units = sorted(self._met.strategy.rotating)
+        units = sorted(self._met.strategy.rotation.units)
         own = {str(unit): self._offers(unit) for unit in units}
         everyone = self._met.ranks.stage.gather((own, self._left.newest_gaps), _OFFERS)
         wanted = self._plan.start.number, self._plan.iteration
@@ -160,7 +157,7 @@ class Fetching:
             units=read,
             missing=tuple(missing),
             stored_as=self._transfer.stored_as,
-            rotation=Rotation(
+            rotation=StageVersions(
                 versions={
                     name: next(each[name][version] for each, _ in everyone if name in each)
                     for name, version in best.items()

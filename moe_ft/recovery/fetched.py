@@ -11,7 +11,7 @@ from moe_ft.format.entries import UNCUT, UnitEntry, lossy_packings
 from moe_ft.format.index import Index
 from moe_ft.format.records import Gaps
 from moe_ft.planning.lost_tokens import UnitVersion
-from moe_ft.planning.remains import Place
+from moe_ft.planning.scope import Place
 from moe_ft.planning.tiers import Tier
 from moe_ft.recovery.borders import Borders
 from moe_ft.recovery.left import Copy
@@ -20,7 +20,7 @@ from moe_ft.state.catalog import Slices, UnitCatalog
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rotation:
+class StageVersions:
     """Versions of the units that only some snapshots hold, the same on all ranks of a stage.
 
     Several ranks may save parts of one unit. All of them put back the same version: the newest one that each
@@ -40,7 +40,7 @@ class Rotation:
     gaps: Mapping[str, Sequence[Gaps]] = field(default_factory=dict)
 
 
-NO_ROTATION = Rotation()
+NO_VERSIONS = StageVersions()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ class Fetched:
     index: Index | None = None
     units: Mapping[str, FetchedUnit] = field(default_factory=dict)
     compute: Sequence[Mapping[str, FetchedUnit]] = ()
-    rotation: Rotation = NO_ROTATION
+    rotation: StageVersions = NO_VERSIONS
     missing: tuple[str, ...] = ()
     borders: Borders | None = None
     unreadable: frozenset[Place] = frozenset()

@@ -21,7 +21,7 @@ from moe_ft.files.private_files import read_private, write_atomically
 from moe_ft.format.identity import has_other_layout, layout_of
 from moe_ft.launches import Launch
 from moe_ft.planning.recovery import Plan, Rejection
-from moe_ft.planning.remains import Place
+from moe_ft.planning.scope import Place
 from moe_ft.recovery.attempts import RankError, attempt
 from moe_ft.recovery.choice import Wish
 from moe_ft.recovery.claim import Claimed

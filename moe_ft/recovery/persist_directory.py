@@ -14,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import override
 
-from moe_ft.engine.persist.origin import Origin, own_origin
 from moe_ft.engine.persist.storage_lock import (
     LOCK_NAME,
     LOCK_STALE_S,
+    Origin,
     SeenLock,
     StorageLock,
+    own_origin,
     watch_lock,
 )
 from moe_ft.errors import ConfigError, StorageAwayError, UnmadeDirectoryError

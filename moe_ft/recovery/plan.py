@@ -23,9 +23,10 @@ from moe_ft.format.identity import (
     incomparable_settings,
     without_layout,
 )
-from moe_ft.planning.local_recovery import LocalPlan, is_behind, plan_local
+from moe_ft.planning.local_recovery import is_behind, plan_local
 from moe_ft.planning.recovery import Plan, Rejection, Version, plan_recovery
-from moe_ft.planning.remains import Place, place_of
+from moe_ft.planning.remains import place_of
+from moe_ft.planning.scope import Place
 from moe_ft.recovery.choice import Choice, choose, follows, without_left
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import Found
@@ -127,7 +128,7 @@ def _reasons(rejected: Sequence[Rejection]) -> list[str]:
 
 def _plan_local(
     plans: Sequence[Plan], versions: Sequence[Version], found: Found, met: Met
-) -> tuple[LocalPlan | None, str]:
+) -> tuple[Plan | None, str]:
     """Return a recovery of some stages alone, if that helps, and what hinders a better one."""
     # Of another layout no rank has what a rank of the same number needs.
     versions = [each for each in versions if not each.layout]

@@ -11,7 +11,7 @@ from msgspec.msgpack import Decoder
 
 from moe_ft.planning.comparison import passed_over
 from moe_ft.planning.recovery import Plan, Rejection, plan_to_keep
-from moe_ft.planning.remains import Place
+from moe_ft.planning.scope import Place
 from moe_ft.planning.shares import Common, Share, share_out, take_share
 from moe_ft.recovery.look import Found
 from moe_ft.recovery.meet import Met
@@ -154,7 +154,7 @@ class Planner:
                 best,
                 plan_to_keep(best, candidates.plans),
                 len(met.site.topology.ranks),
-                needs_elsewhere=not met.strategy.saves_all,
+                needs_elsewhere=not met.strategy.rotation.is_empty,
             )
             shares.extend(found)
             return offer, common

@@ -16,10 +16,10 @@ from msgspec.msgpack import Decoder
 from moe_ft.config.fields import size_text
 from moe_ft.engine import exchange
 from moe_ft.engine.build import build_engine
-from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
+from moe_ft.engine.engine import CheckpointEngine, EngineContext
 from moe_ft.engine.memory.job_directory import file_system_type, rank_and_holder
-from moe_ft.engine.memory.pool import FetchedVersion
 from moe_ft.engine.memory.rank_memory import holds
+from moe_ft.engine.memory.region_stores import FetchedVersion
 from moe_ft.engine.memory.restored import FetchedWindow, Handover
 from moe_ft.engine.persist.requests import WriterSettings
 from moe_ft.engine.persist.storage_lock import StorageLock
@@ -63,7 +63,7 @@ def protect(
         ConfigError: if CUDA cannot pin them.
     """
     if restored is not None and restored.plan.is_other_layout:
-        if not met.strategy.saves_all:
+        if not met.strategy.rotation.is_empty:
             met, claimed = clear_of_pools(met, claimed)
         claimed.memory.stay_clear()
         make_room(met.site, met.peers, _needed(restored))
@@ -126,21 +126,7 @@ def _build(
     config, peers = met.config, _peers_of(met)
     own = met.site.topology.ranks[met.site.rank]
     return build_engine(
-        EngineSettings(
-            interval=config.strategy.interval_iterations,
-            overhead_limit=config.strategy.overhead_limit,
-            persist_interval=config.storage.persist_interval if config.storage.persists else 0,
-            persists=config.storage.persists,
-            raises=config.strategy.on_error == "raise",
-            staging_bytes=config.precision.staging,
-            dense_interval=config.storage.persist_dense_interval if config.storage.persists else 0,
-            num_streams=config.memory.streams,
-            keeps_gradients=config.memory.sends_gradients,
-            needs_pins=config.memory.pin == "require",
-            halves_peers=regions_at_peers(config.memory, len(peers)) == 1
-            and not own.num_slots
-            and not met.groups,
-        ),
+        config,
         EngineContext(
             rank=met.site.rank,
             topology=met.site.topology,
@@ -159,6 +145,9 @@ def _build(
             traffic=met.facts.traffic,
             record_settings=met.facts.record_settings,
             storage_trouble=trouble,
+            halves_peers=regions_at_peers(config.memory, len(peers)) == 1
+            and not own.num_slots
+            and not met.groups,
         ),
         met.strategy,
         met.ranks.everyone,
@@ -202,7 +191,7 @@ def hand_over(
     """Return what the engine of a rank must know about the recovered state; None if nothing was recovered."""
     if restored is None:
         return None
-    rotating = {str(unit) for unit in strategy.rotating}
+    rotating = {str(unit) for unit in strategy.rotation.units}
     fetched, plan = restored.fetched, restored.plan
     sources = plan.sources_of(rank)
     # Without snapshots to keep there are none that hold the breakpoints' iteration either.
@@ -212,7 +201,8 @@ def hand_over(
     # With a pool a state is in more than its region; the strategy takes the next snapshot at once.
     # A state of another layout is kept as it is, in the regions and directories of the ranks that were.
     is_moved = any(source.version.layout for source in (*sources, *kept))
-    is_at_risk = strategy.saves_all and not is_stored and not is_moved
+    is_in_one_file = strategy.rotation.is_empty and not is_moved
+    is_at_risk = is_in_one_file and not is_stored
     if _is_of_family(fetched, family):
         is_in_place = is_at_risk and _is_in_place(fetched)
         window = _window_of(fetched) if is_at_risk and not is_in_place else None
@@ -236,8 +226,7 @@ def hand_over(
         persisted_index=restored.persisted_index,
         family=family,
         replay_from=min(each.replay_from for each in (plan, restored.kept) if each is not None),
-        is_on_storage=strategy.saves_all
-        and not is_moved
+        is_on_storage=is_in_one_file
         and any(_is_stored_state(source, plan.iteration) for source in sources),
         window=window,
         is_moved=is_moved,

@@ -6,7 +6,7 @@ single snapshot none. Source: MoEvement, section 3.3 (sparse-to-dense), which re
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePosixPath
 
@@ -116,7 +116,7 @@ class Restored:
     fetched: Fetched
     conversion: Conversion
     persisted_index: str | None
-    loss: JobLoss | None
+    loss: JobLoss | None = None
     kept: Plan | None
     pooled: Mapping[str, UnitEntry] | None = None
 
@@ -130,19 +130,13 @@ def restore(plan: Plan, agreed: Agreed, met: Met, readers: Readers, kept: Plan |
     """Put the first snapshot of a window back. Called by all ranks; `plan_to_keep` says what is kept."""
     conversion = Conversion(agreed, met)
     conversion.load(0)
-    path, index = find_persisted(plan, met, readers)
-    pooled, in_memory = None, None
-    if not plan.is_other_layout:  # else all versions are new to this rank's pool
-        pooled, in_memory = _find_pooled(agreed.fetched, kept, met, readers)
-    return Restored(
-        plan=plan,
-        fetched=agreed.fetched,
-        conversion=conversion,
-        persisted_index=path,
-        loss=_resume_strategy(plan, agreed, index, in_memory, met),
-        kept=kept,
-        pooled=pooled,
+    restored = Restored(
+        plan=plan, fetched=agreed.fetched, conversion=conversion, kept=kept, persisted_index=""
     )
+    if met.strategy.rotation.is_empty:
+        met.strategy.resume(_resumed(plan, agreed))
+        return restored
+    return _restore_rotation(restored, agreed, met, readers)
 
 
 Pooled = Mapping[str, UnitEntry] | None
@@ -158,9 +152,7 @@ def _find_pooled(
     the next recovery needs if a node is lost before a new snapshot is complete. None where no rank of the
     stage has read any from a breakpoint.
     """
-    if met.strategy.saves_all:
-        return None, None
-    own = {str(unit): fetched.units.get(str(unit)) for unit in met.strategy.rotating}
+    own = {str(unit): fetched.units.get(str(unit)) for unit in met.strategy.rotation.units}
     from_breakpoint = {
         name for name, each in own.items() if each and each.source.version.is_breakpoint
     }
@@ -205,8 +197,6 @@ def find_persisted(plan: Plan, met: Met, readers: Readers) -> tuple[str | None, 
     A checkpoint of another layout is nothing that those of this one can build on: the path is then None, so
     that everything is written again. The start after a change of layout may have written none.
     """
-    if met.strategy.saves_all:
-        return "", None
     if plan.is_other_layout:
         return None, None
     stored = [
@@ -220,29 +210,29 @@ def find_persisted(plan: Plan, met: Met, readers: Readers) -> tuple[str | None, 
     return None if met.config.recovery.layout == "any" else "", None
 
 
-def _resume_strategy(
-    plan: Plan, agreed: Agreed, persisted: Index | None, in_memory: InMemory, met: Met
-) -> JobLoss | None:
-    """Tell the strategy what was recovered; return the loss of the whole job. Called by all ranks."""
-    fetched, strategy, ranks = agreed.fetched, met.strategy, met.ranks
-    index = fetched.index
-    assert index is not None
+def _restore_rotation(restored: Restored, agreed: Agreed, met: Met, readers: Readers) -> Restored:
+    """Find what pools and storage have of rotating units, and tell the strategy. Called by all ranks."""
+    plan, ranks, strategy = restored.plan, met.ranks, met.strategy
+    path, persisted = find_persisted(plan, met, readers)
+    pooled, in_memory = None, None
+    if not plan.is_other_layout:  # else all versions are new to this rank's pool
+        pooled, in_memory = _find_pooled(agreed.fetched, restored.kept, met, readers)
     on_storage: dict[str, UnitVersion] = {}
-    if not strategy.saves_all:
-        units = sorted(strategy.rotating)
-        for found in ranks.stage.gather(versions_in(persisted, units), _VERSIONS):
-            on_storage.update(found)
-    loss = strategy.resume(
-        Resumed(
-            iteration=plan.iteration,
-            window=agreed.window,
-            progress=index.progress,
-            restored=fetched.rotation.versions,
-            in_memory=in_memory,
-            persisted=on_storage,
-            gaps_before=fetched.rotation.gaps,
-        )
+    units = sorted(strategy.rotation.units)
+    for found in ranks.stage.gather(versions_in(persisted, units), _VERSIONS):
+        on_storage.update(found)
+    resumed = _resumed(plan, agreed)
+    loss = strategy.resume(replace(resumed, in_memory=in_memory, persisted=on_storage))
+    cost = strategy.settle_losses(ranks.everyone.gather(loss, _LOSS))
+    return replace(restored, persisted_index=path, loss=cost, pooled=pooled)
+
+
+def _resumed(plan: Plan, agreed: Agreed) -> Resumed:
+    assert agreed.fetched.index is not None
+    return Resumed(
+        iteration=plan.iteration,
+        window=agreed.window,
+        progress=agreed.fetched.index.progress,
+        restored=agreed.fetched.rotation.versions,
+        gaps_before=agreed.fetched.rotation.gaps,
     )
-    if strategy.saves_all:
-        return None
-    return strategy.settle_losses(ranks.everyone.gather(loss, _LOSS))

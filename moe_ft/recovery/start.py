@@ -91,8 +91,8 @@ def start(
         met = meet(config, facts, built, phase_hook, opened)
         note_site(met.site)
         claimed = claim(met, opened, mappings)
-        strategy = met.strategy  # checksums only of weights that are not always saved
-        origins = {} if strategy.saves_all else met.live.catalog.origins(sorted(strategy.rotating))
+        # Only weights that are not always saved have checksums.
+        origins = met.live.catalog.origins(sorted(met.strategy.rotation.units))
         planner, offer = _find(met, claimed, most_iteration, phases_s)
         found = planner.found
         recovery = _recover(met, claimed, planner, offer, origins, phases_s)

@@ -86,7 +86,8 @@ class RecordTaker:
         parameters: Sequence[LocalParameter],
         randomness: Randomness | None = None,
     ) -> None:
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizer = optimizer
+        self._scheduler = scheduler
         self._randomness = randomness  # None for the live ones
         self._inner = inner_optimizers(optimizer)
         self._buffers = buffer_places(model)

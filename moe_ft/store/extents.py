@@ -157,7 +157,7 @@ class Store:
         )
 
 
-class Versions[Target: Hashable, Unit: Hashable, Version]:
+class TargetVersions[Target: Hashable, Unit: Hashable, Version]:
     """Versions of units that each target is known to have, on which what it is sent builds.
 
     Owned by one thread.

@@ -137,6 +137,19 @@ class MeasuredBytes:
     can_follow: bool = True
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rotation:
+    """Units that only some windows hold: memory and storage keep the newest version of each.
+
+    Attributes:
+        units: of this rank, which may have none although others do.
+        is_empty: whether every window of all ranks holds every unit; the same on all ranks.
+    """
+
+    units: frozenset[UnitId] = frozenset()
+    is_empty: bool = True
+
+
 PlanBreakpoint = Callable[[Callable[[], Counts | None]], SnapshotPlan]
 
 
@@ -146,11 +159,8 @@ class Strategy(ABC):
     The defaults are those of a strategy whose windows all hold every unit. Owned by the training thread.
     """
 
-    saves_all = True
-    """True if every window holds every unit; the same on all ranks."""
-
-    rotating: frozenset[UnitId] = frozenset()
-    """Units of this rank that only some windows hold; their newest versions are kept."""
+    rotation = Rotation()
+    """Units that only some windows hold; fixed when the strategy is built."""
 
     counted_layers: tuple[str, ...] = ()
     """MoE layers of the stage whose tokens `add_tokens` wants, of iterations that were not skipped."""

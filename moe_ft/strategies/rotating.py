@@ -22,6 +22,7 @@ from moe_ft.strategies.interface import (
     PersistPlan,
     PlanBreakpoint,
     Resumed,
+    Rotation,
     SnapshotPlan,
     Strategy,
     WindowPlan,
@@ -197,8 +198,6 @@ class TokenLoss(JobLoss):
 class RotatingExperts(Strategy):
     """Strategy whose snapshots hold some of the experts. Owned by the training thread."""
 
-    saves_all = False
-
     def __init__(
         self,
         always: Iterable[UnitId],
@@ -215,7 +214,7 @@ class RotatingExperts(Strategy):
         """
         self._always = dict.fromkeys(always, Level.FULL)
         self._own = tuple(sorted(rotating))
-        self.rotating = frozenset(self._own)
+        self.rotation = Rotation(units=frozenset(self._own), is_empty=False)
         self.counted_layers = tuple(layers)
         self._experts = experts
         self._run = run

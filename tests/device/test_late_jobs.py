@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from moe_ft.format import checksums
+from moe_ft.format import encoding
 from tests.device.removal import (
     FENCE,
     OF_LINKS,
@@ -37,8 +37,8 @@ def test_chosen_jobs_wait_for_all_that_they_need() -> None:
 def test_jobs_whose_checksums_have_several_threads_break_no_promise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(checksums, "num_cores_of_rank", lambda: 4)
-    monkeypatch.setattr(checksums, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(encoding, "num_cores_of_rank", lambda: 4)
+    monkeypatch.setattr(encoding, "_LEAST_BYTES", 0)
     for schedule in schedules(SEEDS[:1]):
         assert check(schedule) == [], schedule
 

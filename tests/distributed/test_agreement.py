@@ -18,9 +18,9 @@ import torch.distributed as dist
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.engine import agreement as agreement_file
 from moe_ft.engine.agreement import Agreement, StageSum
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import EventQueue
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.decisions import Decisions, Turn, Votes
+from moe_ft.engine.decisions import Decisions, EndVote, Votes
 from moe_ft.engine.exchange import INT, TEXT, encode
 from moe_ft.engine.snapshots.job import SnapshotState
 from moe_ft.errors import ConfigError, CorruptStateError, StorageAwayError
@@ -64,7 +64,7 @@ def votes() -> Votes:
         can_persist=True,
         is_protected=True,
         can_grow=True,
-        turn=Turn.TRY,
+        turn=EndVote.TRY,
         strategy=(7,),
         interval=(dist.get_rank(),),
     )
@@ -88,7 +88,7 @@ def decide(case: Case, act: Callable[[Decisions, bool], None]) -> None:
         agreement.fold([f"of {dist.get_rank()}"], lambda found: sum(found, []), TEXTS) == in_order
     )
     agreement.barrier()
-    decisions = Decisions(agreement, stage, Reports(), Clock())
+    decisions = Decisions(agreement, stage, EventQueue(), Clock())
     decisions.begin_count(torch.ones(1, 2, dtype=torch.int64), 0)
     decisions.begin(votes, 0)
     decided = decisions.read(0)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from moe_ft.engine.persist.origin import own_origin
+from moe_ft.engine.persist.storage_lock import own_origin
 from moe_ft.errors import ConfigError
 from moe_ft.files.progress import PATIENCE_S
 from moe_ft.files.storage import Storage

@@ -35,7 +35,7 @@ from moe_ft.loop.routers import Routers
 from moe_ft.planning import boundary_log
 from moe_ft.planning import recovery as planning
 from moe_ft.planning.branches import order_starts
-from moe_ft.planning.local_recovery import LocalPlan
+from moe_ft.planning.recovery import Plan
 from moe_ft.recovery import fetch as fetching
 from moe_ft.recovery import readers, start
 from moe_ft.recovery.claim import take_over_lock
@@ -377,12 +377,12 @@ def step_past_the_meeting(patches: Patches) -> None:
 @mutation
 def stage_left_behind(patches: Patches) -> None:
     """A stage that is one iteration behind continues with the others as it is."""
-    original = LocalPlan.scope_of
+    original = Plan.scope_of
 
-    def scope_of(self: LocalPlan, stage: int) -> Any:
+    def scope_of(self: Plan, stage: int) -> Any:
         return None if self.stages[stage].num_replays == 1 else original(self, stage)
 
-    patches.set(LocalPlan, "scope_of", scope_of)
+    patches.set(Plan, "scope_of", scope_of)
 
 
 @mutation

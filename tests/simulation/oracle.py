@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moe_ft.engine.background import Report
+from moe_ft.engine.background import EngineEvent
 from moe_ft.errors import ConfigError, DegradedError, UnrecoverableError
 from moe_ft.strategies import registry
 from tests.simulation.job import Job, Start
@@ -358,7 +358,7 @@ class Oracle:
             codes = [each.exit_code for each in start.processes]
             self._fail(start, f"ended with {codes}, undisturbed")
 
-    def _is_at_the_end(self, seen_at: int, report: Report) -> bool:
+    def _is_at_the_end(self, seen_at: int, report: EngineEvent) -> bool:
         """Return whether a peer has ended, before this rank, a run that needs no copies any more."""
         is_complete = seen_at == self.job.training.iterations and not self.job.setup.persists
         return is_complete and report.fields["part"] == "replicate"
@@ -414,7 +414,7 @@ class Oracle:
             self._fail(start, f"{memory[0].name} is still in memory")
 
 
-def _is_lost_log(seen: tuple[int, Report]) -> bool:
+def _is_lost_log(seen: tuple[int, EngineEvent]) -> bool:
     return seen[1].event == "degraded" and _LATE in str(seen[1].fields["reason"])
 
 
@@ -432,7 +432,7 @@ def _wrong_fallback(life: Life) -> str:
     return ""
 
 
-def _has_no_room(seen: tuple[int, Report]) -> bool:
+def _has_no_room(seen: tuple[int, EngineEvent]) -> bool:
     return seen[1].event == "skipped" and seen[1].fields["part"] == "boundary-log"
 
 

@@ -12,10 +12,9 @@ from moe_ft.engine.links import streams
 from moe_ft.engine.links.streams import Streams
 from moe_ft.engine.memory import parity
 from moe_ft.engine.memory.layout import UnitPlace
-from moe_ft.engine.memory.parity import ParityStore, Version
-from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.parity import ParityStore, ParityVersion
 from moe_ft.engine.memory.region_stores import ReplicaStore, WindowStore
-from moe_ft.engine.memory.regions import MappedFile, Region
+from moe_ft.engine.memory.regions import MappedFile, Region, UnitPool
 from moe_ft.engine.snapshots import copying
 from moe_ft.engine.updates import adam
 from moe_ft.engine.updates.adam import Repetition
@@ -121,7 +120,7 @@ def streams_not_waited_for(patches: Patches) -> None:
         threads[0].join()
 
     patches.set(Streams, "_together", together)
-    patches.set(streams._Places, "check_are_full", lambda self: None)
+    patches.set(streams._Arrivals, "check_are_full", lambda self: None)
 
 
 @of_group(OF_BUDGETS)
@@ -186,7 +185,7 @@ def gaps_of_another_unit_left(patches: Patches) -> None:
     original = copying._clear_gaps
 
     def clear_gaps(file: MappedFile, place: UnitPlace) -> None:
-        if not isinstance(file, Pool):
+        if not isinstance(file, UnitPool):
             original(file, place)
 
     patches.set(copying, "_clear_gaps", clear_gaps)
@@ -203,7 +202,7 @@ def parity_used_too_early(patches: Patches) -> None:
     """The next window's parity goes where that of the newest complete one is."""
     original = ParityStore._begin
 
-    def begin(self: ParityStore, window: Any, keep_iteration: int | None) -> Version:
+    def begin(self: ParityStore, window: Any, keep_iteration: int | None) -> ParityVersion:
         for number, each in enumerate(self._files):
             if None is not each.iteration == keep_iteration:
                 self._store.drop(Extent(SizeClass.WINDOW, number))
@@ -226,7 +225,7 @@ def stripe_left_out_of_parity(patches: Patches) -> None:
 @of_group(OF_PARITY)
 def broken_parity_counts(patches: Patches) -> None:
     """Parity to which a piece was added only in part counts as whole."""
-    patches.set(Version, "is_broken", property(lambda self: False, lambda self, value: None))
+    patches.set(ParityVersion, "is_broken", property(lambda self: False, lambda self, value: None))
 
 
 @of_group(OF_PARITY)

@@ -16,7 +16,7 @@ import torch
 
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
 from megatron.fault_tolerance.seams.stack import Layers
-from moe_ft.engine.background import Report
+from moe_ft.engine.background import EngineEvent
 from moe_ft.engine.voices import VoicedAgreement
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
@@ -82,7 +82,7 @@ class Life:
     made_up: dict[int, dict[str, list[int]]] = field(default_factory=dict)
     states: dict[int, Export] = field(default_factory=dict)
     rests: dict[int, str] = field(default_factory=dict)
-    reports: list[tuple[int, Report]] = field(default_factory=list)
+    reports: list[tuple[int, EngineEvent]] = field(default_factory=list)
     complete: set[int] = field(default_factory=lambda: {0})
     sent: dict[int, set[int]] = field(default_factory=dict)
     replicated: set[int] = field(default_factory=set)
@@ -129,14 +129,14 @@ class ObservedCheckpoints(Checkpoints):
         super()._note_replayed(iteration)
 
     @override
-    def _write_report(self, report: Report) -> None:
+    def _write_report(self, report: EngineEvent) -> None:
         super()._write_report(report)
         self.life.reports.append((self._loop.iteration, report))
         peers = self.running.met.peers[self.life.rank]
         if report.event == "replicate":
             sent = self.life.sent.setdefault(report.iteration, set())
             sent.update(report.fields["peers"])
-            is_halved = self.running.engine._settings.halves_peers
+            is_halved = self.running.engine._context.halves_peers
             if len(sent) > (len(peers) - 1) // 2 if is_halved else sent == set(peers):
                 self.life.replicated.add(report.iteration)
 
@@ -235,7 +235,7 @@ class Rank:
         running = self._checkpoints.running
         windows, peers = running.engine._windows, running.met.peers[self._life.rank]
         is_sent = self._life.sent.get(windows.complete_iteration or 0) == set(peers)
-        return not running.engine._settings.halves_peers or (windows.open is None and is_sent)
+        return not running.engine._context.halves_peers or (windows.open is None and is_sent)
 
     def _note(self, iteration: int) -> None:
         model = self._loop.model
@@ -293,7 +293,7 @@ class Rank:
             first = self._training.shape.stage_of(life.rank) * self._training.shape.layers
             life.counted = {
                 str(unit): int(sent.iterations[unit.layer - first, unit.expert])
-                for unit in engine._strategy.rotating
+                for unit in engine._strategy.rotation.units
             }
         confirmed = engine._storage._confirmed
         life.may_break = engine.breakpoints is not None and not engine.breakpoints.is_in_use

@@ -246,7 +246,7 @@ def test_tests_that_prose_names_exist() -> None:
         ("see recovery/session.py, `../docs/flags.md` and tests/distributed/", None),
         ("$ROOT/tools/prepare_text.py --output FILE.md", {"tools/prepare_text.py"}),
         ("files in moe_ft/*.py", {"moe_ft/*.py"}),
-        ("moe_ft.engine.memory.pool, and/or nothing", set()),
+        ("moe_ft.engine.memory.regions, and/or nothing", set()),
     ],
 )
 def test_paths_are_found_in_prose(text: str, paths: set[str] | None) -> None:

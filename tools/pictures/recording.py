@@ -28,12 +28,12 @@ def record_phases(command_line: list[str]) -> None:
     """Train with the pretraining program, each rank as its own node; write its phases as events."""
     os.environ["MOE_FT_NODE_ID"] = f"node{os.environ['LOCAL_RANK']}"
     import pretrain_gpt_moe  # Megatron is not needed to read recordings
-    from moe_ft.engine.background import Reports
+    from moe_ft.engine.background import EventQueue
     from moe_ft.engine.engine import CheckpointEngine
     from moe_ft.engine.persist.client import PersistClient
 
     note, wait = EventLog.progress, CheckpointEngine.before_step
-    report, ask = Reports.add, PersistClient.submit
+    report, ask = EventQueue.add, PersistClient.submit
     last: list[tuple[EventLog, int]] = []
 
     def log(phase: str, iteration: int | None = None, **fields: Any) -> None:
@@ -51,7 +51,7 @@ def record_phases(command_line: list[str]) -> None:
         wait(engine, *args)
         log("step")  # the fence is open
 
-    def add(reports: Reports, event: str, iteration: int, **fields: Any) -> None:
+    def add(reports: EventQueue, event: str, iteration: int, **fields: Any) -> None:
         report(reports, event, iteration, **fields)
         if event in ("snapshot", "replicate"):  # as soon as it has ended, on its own thread
             times = {name: fields[name] for name in ("seconds", "copy_s") if name in fields}
@@ -63,7 +63,7 @@ def record_phases(command_line: list[str]) -> None:
 
     EventLog.progress = progress  # type: ignore[assignment, method-assign]
     CheckpointEngine.before_step = before_step  # type: ignore[assignment, method-assign]
-    Reports.add = add  # type: ignore[assignment, method-assign]
+    EventQueue.add = add  # type: ignore[assignment, method-assign]
     PersistClient.submit = submit  # type: ignore[assignment, method-assign]
     pretrain_gpt_moe.main(command_line)
 

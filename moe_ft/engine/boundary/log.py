@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from moe_ft.arithmetic import round_up
-from moe_ft.engine.background import BackgroundPart, Reports, ThreadWorker
+from moe_ft.engine.background import BackgroundPart, EventQueue, ThreadWorker
 from moe_ft.engine.memory.regions import BoundarySlot, make_header
 from moe_ft.format.boundary import BoundaryIndex, Direction, SentTensor
 from moe_ft.format.encoding import FORMAT, checksum, encode
@@ -98,12 +98,15 @@ class BoundaryLog:
         rank: int,
         node: str,
         worker: ThreadWorker,
-        reports: Reports,
+        reports: EventQueue,
         record_settings: Mapping[str, Any],
     ) -> None:
         self._header_bytes = header_bytes
-        self._identity, self._rank, self._node = identity, rank, node
-        self._worker, self._reports = worker, reports
+        self._identity = identity
+        self._rank = rank
+        self._node = node
+        self._worker = worker
+        self._reports = reports
         self._record_settings = dict(record_settings)
         self._copier = SendCopier()
         self._extents = {Extent(SizeClass.SENDS, each): slot for each, slot in enumerate(slots)}

@@ -30,7 +30,8 @@ class BoundaryPlayer:
             live_from: by global rank, the iteration with which a neighbour joins the replay: from then on
                 the link to it is live too.
         """
-        self._rank, self._logs = rank, logs
+        self._rank = rank
+        self._logs = logs
         self._live_from = live_from or {}
         self._iteration = -1  # before the first one
         self._received: Counter[tuple[int, Direction]] = Counter()

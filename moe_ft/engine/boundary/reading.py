@@ -23,7 +23,8 @@ class LoggedIteration:
 
     def __init__(self, index: BoundaryIndex, bytes_of: Callable[[SentTensor], memoryview]) -> None:
         """Take an index, and what returns the bytes of a tensor, which are checked when they are read."""
-        self.index, self._bytes_of = index, bytes_of
+        self.index = index
+        self._bytes_of = bytes_of
         self._sent: dict[Key, SentTensor] = {
             (each.neighbour, each.direction, each.ordinal): each for each in index.sent
         }
@@ -101,8 +102,11 @@ class FetchedLog(Mapping[int, LoggedIteration]):
 
         Further iterations may be on the own node, where the neighbour has moved.
         """
-        self._indexes, self._here = dict(indexes), here or {}
-        self._receiver, self._fetch, self._close = receiver, fetch, close
+        self._indexes = dict(indexes)
+        self._here = here or {}
+        self._receiver = receiver
+        self._fetch = fetch
+        self._close = close
         self._thread: ThreadPoolExecutor | None = None  # until the replay begins
         self._pending: dict[int, Future[LoggedIteration]] = {}
 

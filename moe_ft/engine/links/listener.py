@@ -3,13 +3,14 @@
 What is served is server.py; doctor serves its own conversation. No torch.
 """
 
+import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 
+from moe_ft.addresses import keep_alive, listen
 from moe_ft.engine.links.messages import challenge_client
-from moe_ft.engine.links.tcp import TCP
-from moe_ft.engine.links.transport import Connection, Deadline, Listener, Transport
+from moe_ft.engine.links.transport import Connection, Deadline, TcpConnection
 
 # Strangers get little: so many connections at a time, for so long. A peer needs milliseconds, and tries again
 # for PROGRESS_TIMEOUT_S, in which those who hold all of them have lost them.
@@ -26,29 +27,29 @@ class PeerListener:
         host: str,
         serve: Callable[[Connection], None],
         report: Callable[[str], None],
-        transport: Transport = TCP,
     ) -> None:
         """Take what is called: `serve` with each peer that is let in, in a thread of its own.
 
         `report` is called by any thread with the reason when connections cannot be accepted.
         """
-        self._host, self._serve_peer, self._report = host, serve, report
-        self._transport = transport
+        self._host = host
+        self._serve_peer = serve
+        self._report = report
         self._token = ""
-        self._listeners: Sequence[Listener] = ()
+        self._listeners: Sequence[socket.socket] = ()
         self._is_closed = threading.Event()  # threads of an earlier start have their own
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
 
     def start(self) -> int:
         """Listen; return the port. Raises OSError if that cannot be done."""
         self._is_closed = threading.Event()
-        self._listeners = self._transport.listen(self._host)
+        self._listeners = listen(self._host)
         for listener in self._listeners:
             args = (listener, self._is_closed)
             threading.Thread(
                 target=self._accept, args=args, name="moe_ft-peers", daemon=True
             ).start()
-        return self._listeners[0].port
+        return int(self._listeners[0].getsockname()[1])
 
     def admit(self, token: str) -> None:
         """Let in whoever knows the token; before, nobody is."""
@@ -58,15 +59,17 @@ class PeerListener:
         """Stop listening."""
         self._is_closed.set()
         for listener in self._listeners:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # closing alone frees no thread that accepts
             listener.close()
         self._listeners = ()
 
-    def _accept(self, listener: Listener, is_closed: threading.Event) -> None:
+    def _accept(self, listener: socket.socket, is_closed: threading.Event) -> None:
         """Accept until `close`, whatever fails; of failures in a row the first one is reported."""
         is_failing = False
         while not is_closed.is_set():
             try:
-                self._open(listener.accept())
+                self._open(listener.accept()[0])
                 is_failing = False
             except (OSError, RuntimeError) as error:  # RuntimeError: of a thread that cannot start
                 if is_closed.is_set():
@@ -79,7 +82,9 @@ class PeerListener:
                 is_failing = True
                 is_closed.wait(_PAUSE_S)
 
-    def _open(self, connection: Connection) -> None:
+    def _open(self, accepted: socket.socket) -> None:
+        keep_alive(accepted)
+        connection = TcpConnection(accepted)
         if not self._strangers.acquire(blocking=False):
             connection.close()
             return

@@ -86,7 +86,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     num_before: int | None = None
 
 
-class Reply(msgspec.Struct, frozen=True, tag=True):
+class PeerReply(msgspec.Struct, frozen=True, tag="Reply"):
     """Answers all of them; an empty error means success. Followed by num_bytes raw bytes.
 
     Attributes:
@@ -105,11 +105,11 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
 
 
 REQUEST = msgspec.json.Decoder(Put | Get | GetParts | Join)
-REPLY = msgspec.json.Decoder(Reply)
+REPLY = msgspec.json.Decoder(PeerReply)
 
 
 def send(
-    connection: Connection, header: Put | Get | GetParts | Join | Reply, deadline: Deadline
+    connection: Connection, header: Put | Get | GetParts | Join | PeerReply, deadline: Deadline
 ) -> None:
     """Send a header."""
     encoded = msgspec.json.encode(header)

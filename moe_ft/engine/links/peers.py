@@ -16,15 +16,15 @@ from itertools import chain
 import msgspec
 import numpy as np
 
-from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports
+from moe_ft.engine.background import BackgroundPart, EventQueue, PhaseHook
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.messages import (
     REPLY,
     Get,
     GetParts,
     Join,
+    PeerReply,
     Put,
-    Reply,
     answer_challenge,
     receive_challenge,
     receive_header,
@@ -32,10 +32,8 @@ from moe_ft.engine.links.messages import (
 )
 from moe_ft.engine.links.parts import Parts, zeros
 from moe_ft.engine.links.streams import Streams
-from moe_ft.engine.links.tcp import TCP
-from moe_ft.engine.links.transport import PROGRESS_TIMEOUT_S, Connection, Deadline, Transport
-from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.links.transport import PROGRESS_TIMEOUT_S, Connection, Deadline, connect
+from moe_ft.engine.memory.regions import Region, UnitPool
 from moe_ft.engine.updates import following
 from moe_ft.engine.updates.following import Followers, LentUpdate, Sent
 from moe_ft.errors import CorruptStateError
@@ -45,7 +43,7 @@ from moe_ft.format.encoding import checksum, encode
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
 from moe_ft.format.updates import Update, encode_update
-from moe_ft.store.extents import Versions
+from moe_ft.store.extents import TargetVersions
 from moe_ft.topology import RankInfo
 
 _SLOWEST_CHECK_BYTES_PER_S = 100e6  # of a peer that verifies a replica
@@ -54,7 +52,7 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 10.0, 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Replica:
+class OutgoingReplica:
     """A committed snapshot that peers are to have.
 
     Attributes:
@@ -69,7 +67,7 @@ class Replica:
     """
 
     region: Region
-    pool: Pool | None
+    pool: UnitPool | None
     index: Index
     start_byte: int
     end_byte: int
@@ -78,7 +76,7 @@ class Replica:
     lent: LentUpdate | None = None
     window_byte: int | None = None
 
-    def within(self, start_byte: int, end_byte: int) -> "Replica":
+    def within(self, start_byte: int, end_byte: int) -> "OutgoingReplica":
         """Return the part of it in a range of the region."""
         first, last = (
             min(max(each, start_byte), end_byte) for each in (self.start_byte, self.end_byte)
@@ -94,9 +92,8 @@ class PeerConnection:
         address: tuple[str, int],
         token: str,
         num_streams: int = 1,
-        transport: Transport = TCP,
     ) -> None:
-        self._open = partial(open_streams, address, token, num_streams, transport)
+        self._open = partial(open_streams, address, token, num_streams)
         self._connection: Streams | None = None
 
     def _connected(self) -> Streams:
@@ -106,11 +103,11 @@ class PeerConnection:
 
     def put(
         self,
-        replica: "Replica",
+        replica: OutgoingReplica,
         slots: Sequence[str],
         phase_hook: PhaseHook,
         update: Update | None = None,
-    ) -> Reply:
+    ) -> PeerReply:
         """Send a replica and wait until it is committed there; raises OSError if that fails.
 
         Args:
@@ -130,11 +127,11 @@ class PeerConnection:
 
     def _put(
         self,
-        replica: "Replica",
+        replica: OutgoingReplica,
         slots: Sequence[str],
         phase_hook: PhaseHook,
         update: Update | None,
-    ) -> Reply:
+    ) -> PeerReply:
         connection, index = self._connected(), replica.index
         if update is not None and update.is_lossy and replica.lent is not None:
             update = msgspec.structs.replace(update, checksum=checksum(replica.lent.gradients))
@@ -206,7 +203,7 @@ class PeerConnection:
         request: Get | GetParts,
         deadline: Deadline,
         targets: Sequence[memoryview] | None = None,
-    ) -> tuple[Reply, Sequence[memoryview]]:
+    ) -> tuple[PeerReply, Sequence[memoryview]]:
         """Send a request and fill targets, or new memory; return the reply and what was filled."""
         try:
             connection = self._connected()
@@ -246,7 +243,7 @@ def _halves(data: memoryview, hook: Callable[[], None]) -> Iterator[memoryview]:
     yield data[half:]
 
 
-def _slots(replica: "Replica", names: Sequence[str]) -> Iterator[memoryview]:
+def _slots(replica: OutgoingReplica, names: Sequence[str]) -> Iterator[memoryview]:
     for name in names:
         assert replica.pool is not None
         unit = replica.index.units[name]
@@ -254,15 +251,13 @@ def _slots(replica: "Replica", names: Sequence[str]) -> Iterator[memoryview]:
             yield pooled[unit.offset : unit.offset + unit.num_bytes]
 
 
-def open_streams(
-    address: tuple[str, int], token: str, num_streams: int, transport: Transport
-) -> Streams:
+def open_streams(address: tuple[str, int], token: str, num_streams: int) -> Streams:
     """Return connections to a peer that carry large bodies together; raises OSError if that fails."""
     pair = secrets.token_bytes(16).hex()
     opened: list[Connection] = []
     try:
         while len(opened) < num_streams:
-            opened.append(open_connection(address, token, transport))
+            opened.append(open_connection(address, token))
             if num_streams > 1:
                 deadline, is_last = Deadline(PROGRESS_TIMEOUT_S), len(opened) == num_streams
                 send(opened[-1], Join(pair, num_streams - 1 if is_last else None), deadline)
@@ -275,10 +270,10 @@ def open_streams(
     return Streams(*reversed(opened))
 
 
-def open_connection(address: tuple[str, int], token: str, transport: Transport = TCP) -> Connection:
+def open_connection(address: tuple[str, int], token: str) -> Connection:
     """Return a connection to a peer whose two sides know the token; raises OSError if that fails."""
     deadline = Deadline(PROGRESS_TIMEOUT_S)
-    while (connection := _connect(address, token, transport, deadline)) is None:
+    while (connection := _connect(address, token, deadline)) is None:
         time.sleep(_BUSY_PAUSE_S)
         if deadline.is_over:
             raise TimeoutError(
@@ -288,11 +283,9 @@ def open_connection(address: tuple[str, int], token: str, transport: Transport =
     return connection
 
 
-def _connect(
-    address: tuple[str, int], token: str, transport: Transport, deadline: Deadline
-) -> Connection | None:
+def _connect(address: tuple[str, int], token: str, deadline: Deadline) -> Connection | None:
     """Return a connection; None while the server takes no strangers."""
-    connection = transport.connect(address, deadline)
+    connection = connect(address, deadline)
     try:
         try:
             challenge = receive_challenge(connection, deadline)
@@ -321,7 +314,7 @@ class PeerReplicator:
         self,
         peers: Sequence[RankInfo],
         token: str,
-        reports: Reports,
+        reports: EventQueue,
         phase_hook: PhaseHook,
         clock: Clock,
         num_streams: int = 1,
@@ -332,17 +325,22 @@ class PeerReplicator:
         Args:
             stripes: ranges of the region that peers add to parity, by rank; None if they keep replicas.
         """
-        self._reports, self._phase_hook, self._clock = reports, phase_hook, clock
+        self._reports = reports
+        self._phase_hook = phase_hook
+        self._clock = clock
         self._stripes = stripes or {}
         self._pairs = {
             peer.rank: _Pair(PeerConnection(peer.address, token, num_streams), clock)
             for peer in peers
             if peer.address
         }
-        self._versions: Versions[int, tuple[int, str], tuple[int, str]] = Versions()  # by rank
+        self._versions: TargetVersions[int, tuple[int, str], tuple[int, str]] = (
+            TargetVersions()
+        )  # by rank
         self._followers = Followers(reports)
         self._is_lacking_address = len(self._pairs) < len(peers)
-        self.most_bytes, self.can_follow = 0, True
+        self.most_bytes = 0
+        self.can_follow = True
         self.lacking: set[int] = set()
 
     @property
@@ -350,7 +348,7 @@ class PeerReplicator:
         """True if peers keep parity, not replicas."""
         return bool(self._stripes)
 
-    def replicate(self, replica: Replica) -> bool:
+    def replicate(self, replica: OutgoingReplica) -> bool:
         """Send a snapshot to its peers; return whether all of them have it. Failures are reported.
 
         Of the window and the pool a peer gets what it does not have yet.
@@ -378,7 +376,7 @@ class PeerReplicator:
             )
         return len(reached) == len(sent) and not self._is_lacking_address
 
-    def _send(self, rank: int, pair: "_Pair", replica: Replica) -> Sent | None:
+    def _send(self, rank: int, pair: "_Pair", replica: OutgoingReplica) -> Sent | None:
         """Send what a peer lacks, or what makes it; return how much that was, None if it failed."""
         wait_s = pair.retry_s - self._clock.monotonic()
         iteration = replica.index.iteration
@@ -432,7 +430,8 @@ class _Pair:
     """A peer: the connection to it, and when to try it again after failures."""
 
     def __init__(self, connection: PeerConnection, clock: Clock) -> None:
-        self.connection, self._clock = connection, clock
+        self.connection = connection
+        self._clock = clock
         self.num_failures = 0
         self.retry_s = 0.0
 

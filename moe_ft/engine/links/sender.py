@@ -22,9 +22,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 
-from moe_ft.engine.background import BackgroundPart, Reports, ThreadWorker, describe
+from moe_ft.engine.background import BackgroundPart, EventQueue, ThreadWorker, describe
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.peers import PeerReplicator, Replica
+from moe_ft.engine.links.peers import OutgoingReplica, PeerReplicator
 from moe_ft.engine.snapshots.job import ReplicationResult
 
 _RECOVERED_RETRY_S = 10.0
@@ -36,14 +36,16 @@ class ReplicaSender:
     def __init__(
         self,
         replicator: PeerReplicator,
-        reports: Reports,
+        reports: EventQueue,
         worker: ThreadWorker,
         clock: Clock,
         halved: Sequence[int] = (),
     ) -> None:
         """Take the peers that get a window in halves, none if all get it at once."""
-        self._replicator, self._reports = replicator, reports
-        self._worker, self._clock = worker, clock
+        self._replicator = replicator
+        self._reports = reports
+        self._worker = worker
+        self._clock = clock
         self._order = [*halved]  # the first half comes first; owned by the worker
         self._num_first = (len(halved) + 1) // 2
         self._recovered: Future[None] | None = None
@@ -52,11 +54,11 @@ class ReplicaSender:
         """Start the worker."""
         self._worker.start()
 
-    def submit(self, replica: Replica) -> Future[ReplicationResult]:
+    def submit(self, replica: OutgoingReplica) -> Future[ReplicationResult]:
         """Send a snapshot after everything submitted before: to all peers, or to the first half of them."""
         return self._worker.submit(partial(self._send_first, replica))
 
-    def rest_of(self, replica: Replica) -> Callable[[], Future[ReplicationResult]] | None:
+    def rest_of(self, replica: OutgoingReplica) -> Callable[[], Future[ReplicationResult]] | None:
         """Return what sends the window of a last snapshot to the second half; None if there is none.
 
         To be called when all ranks have the window in their memory and at the first half of their peers.
@@ -65,7 +67,7 @@ class ReplicaSender:
             return None
         return partial(self._worker.submit, partial(self._send_rest, replica))
 
-    def submit_recovered(self, replica: Replica) -> None:
+    def submit_recovered(self, replica: OutgoingReplica) -> None:
         """Send what was recovered; try again until peers have it, or there is something newer to send."""
         self._recovered = self._worker.submit(partial(self._send_recovered, replica))
 
@@ -80,7 +82,7 @@ class ReplicaSender:
         self._worker.close(timeout_s)
         self._replicator.close()
 
-    def _send_first(self, replica: Replica) -> ReplicationResult:
+    def _send_first(self, replica: OutgoingReplica) -> ReplicationResult:
         if not self._order:
             return self._send(replica)
         if replica.index.num_snapshots == 1:  # of a window, all of which goes to the same peers
@@ -89,16 +91,16 @@ class ReplicaSender:
         # The rest takes its time of the next snapshot.
         return replace(sent, seconds=sent.seconds * len(self._order) / self._num_first)
 
-    def _send_rest(self, replica: Replica) -> ReplicationResult:
+    def _send_rest(self, replica: OutgoingReplica) -> ReplicationResult:
         # All of the window: of a rank that saves nothing the versions of units do not tell what is lacking.
         whole = replace(replica, start_byte=0)
         return self._send_to(self._order[self._num_first :], whole)
 
-    def _send_to(self, peers: Sequence[int], replica: Replica) -> ReplicationResult:
+    def _send_to(self, peers: Sequence[int], replica: OutgoingReplica) -> ReplicationResult:
         """Send to peers that overwrite what they have of this rank, which others keep."""
         return self._send(replace(replica, peers=frozenset(peers), keep_iteration=None))
 
-    def _send(self, replica: Replica) -> ReplicationResult:
+    def _send(self, replica: OutgoingReplica) -> ReplicationResult:
         start = self._clock.perf_counter()
         is_protected = False
         iteration = replica.index.iteration
@@ -116,7 +118,7 @@ class ReplicaSender:
             can_follow=self._replicator.can_follow,
         )
 
-    def _send_recovered(self, replica: Replica) -> None:
+    def _send_recovered(self, replica: OutgoingReplica) -> None:
         if self._order and replica.peers is not None:
             # Peers that lack it may have the one before, which a rank may need until its own peers have this
             # one: half of them are to have it, and the next window begins with the others.

@@ -13,15 +13,15 @@ from typing import BinaryIO
 
 import xxhash
 
-from moe_ft.engine.background import BackgroundPart, Reports
+from moe_ft.engine.background import BackgroundPart, EventQueue
 from moe_ft.engine.links.listener import PeerListener
 from moe_ft.engine.links.messages import (
     REQUEST,
     Get,
     GetParts,
     Join,
+    PeerReply,
     Put,
-    Reply,
     pass_over,
     receive,
     receive_header,
@@ -29,13 +29,11 @@ from moe_ft.engine.links.messages import (
 )
 from moe_ft.engine.links.parts import VerifiedUnits
 from moe_ft.engine.links.streams import Loans, Streams, Target
-from moe_ft.engine.links.tcp import TCP
 from moe_ft.engine.links.transport import (
     CHUNK_BYTES,
     PROGRESS_TIMEOUT_S,
     Connection,
     Deadline,
-    Transport,
 )
 from moe_ft.engine.memory.parity import ParityStore
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
@@ -44,8 +42,7 @@ from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.updates.adam import begin_repetition
 from moe_ft.errors import CorruptStateError, SnapshotError
 from moe_ft.files.private_files import open_private
-from moe_ft.format.checksums import checksums
-from moe_ft.format.encoding import check_found, check_path, checksum, decode
+from moe_ft.format.encoding import check_found, check_path, checksum, checksums, decode
 from moe_ft.format.index import Index, check_units
 from moe_ft.format.updates import Update, decode_update
 
@@ -76,7 +73,7 @@ class ReplicaKeeper:
         if self._parity is not None:
             self._parity.close()
 
-    def receive(self, connection: Streams, request: Put) -> Reply:
+    def receive(self, connection: Streams, request: Put) -> PeerReply:
         """Receive a replica; return what is wrong with it, or nothing.
 
         Raises OSError if it does not arrive in time, or cannot be meant for this rank: the connection ends.
@@ -118,7 +115,7 @@ class ReplicaKeeper:
             except (OSError, SnapshotError) as error:
                 pass_over(connection, request.gradient_bytes, deadline)
                 connection.receive_body([body_bytes], body_bytes, deadline)
-                return Reply(error=str(error), wants_state=bool(update))
+                return PeerReply(error=str(error), wants_state=bool(update))
             if repeat is not None:
                 index = repeat(lambda gradients: connection.receive_into(gradients, deadline))
             contents = {"": memoryview(region.mapping)}
@@ -127,8 +124,8 @@ class ReplicaKeeper:
             connection.receive_body(_targets(request, index, contents), body_bytes, deadline)
             error_text = self._commit(request, index, memory, region, contents, sent)
             if not error_text or step is None:
-                return Reply(error=error_text)
-            return Reply(
+                return PeerReply(error=error_text)
+            return PeerReply(
                 error=error_text,
                 wants_state=True,
                 made=_made(index, contents, made),
@@ -221,7 +218,9 @@ def _is_damaged(memory: ReplicaStore, step: Update, target: Region) -> bool:
     return False
 
 
-def _receive_stripe(store: ParityStore, connection: Streams, request: Put, content: bytes) -> Reply:
+def _receive_stripe(
+    store: ParityStore, connection: Streams, request: Put, content: bytes
+) -> PeerReply:
     """Receive a stretch of a stripe and add it; return what is wrong with it, or nothing.
 
     Args:
@@ -250,7 +249,7 @@ def _receive_stripe(store: ParityStore, connection: Streams, request: Put, conte
         why_not = str(error)
     if version is None:
         pass_over(connection, request.data_bytes, deadline)
-        return Reply(error=why_not)
+        return PeerReply(error=why_not)
     found, at = xxhash.xxh3_64(), first
     room = memoryview(bytearray(min(request.data_bytes, CHUNK_BYTES)))
     try:
@@ -265,12 +264,12 @@ def _receive_stripe(store: ParityStore, connection: Streams, request: Put, conte
         version.is_broken = True
         if not isinstance(error, CorruptStateError):
             raise
-        return Reply(error=str(error))
+        return PeerReply(error=str(error))
     try:
         store.finish(version, index)
     except OSError as error:
-        return Reply(error=str(error))
-    return Reply()
+        return PeerReply(error=str(error))
+    return PeerReply()
 
 
 def _targets(request: Put, index: Index, contents: Mapping[str, memoryview]) -> Iterator[Target]:
@@ -285,14 +284,15 @@ def _targets(request: Put, index: Index, contents: Mapping[str, memoryview]) -> 
 class PeerServer:
     """Keeps replicas for other ranks and serves this node's memory directory."""
 
-    def __init__(self, node_dir: Path, host: str, transport: Transport = TCP) -> None:
-        self._node_dir, self._host = node_dir, host
+    def __init__(self, node_dir: Path, host: str) -> None:
+        self._node_dir = node_dir
+        self._host = host
         self._keeper = ReplicaKeeper()
         self._verified = VerifiedUnits(node_dir)
         self._loans = Loans()
-        self._listener = PeerListener(host, self._serve, self._report, transport)
+        self._listener = PeerListener(host, self._serve, self._report)
         self._lock = threading.Lock()
-        self._reports: Reports | None = None
+        self._reports: EventQueue | None = None
         self._unreported: list[str] = []  # until there are reports
         self.address: tuple[str, int] | None = None
 
@@ -307,7 +307,7 @@ class PeerServer:
     def keep(
         self,
         replicas: Mapping[int, ReplicaMemory],
-        reports: Reports,
+        reports: EventQueue,
         parity: ParityStore | None = None,
     ) -> None:
         """Accept replicas of these ranks into this memory, which is open, and report failures from now on.
@@ -341,7 +341,7 @@ class PeerServer:
             while self._answer(streams):
                 pass
         except Exception as error:  # the other side learns why, and this connection ends
-            reply = Reply(error=f"{type(error).__name__}: {error}")
+            reply = PeerReply(error=f"{type(error).__name__}: {error}")
             with suppress(OSError):
                 send(connection, reply, Deadline.for_bytes(0))
 
@@ -364,7 +364,7 @@ class PeerServer:
         """Make a connection one stream of a pair, as long as that exists."""
 
         def confirm() -> None:
-            send(connection, Reply(), Deadline.for_bytes(0))
+            send(connection, PeerReply(), Deadline.for_bytes(0))
 
         if request.num_before is None:
             self._loans.lend(request.pair, connection, confirm)
@@ -381,10 +381,10 @@ class PeerServer:
         try:
             parts, found = self._verified.parts(request)
         except OSError as error:
-            send(connection, Reply(error=str(error)), Deadline.for_bytes(0))
+            send(connection, PeerReply(error=str(error)), Deadline.for_bytes(0))
             return
         deadline = Deadline.for_bytes(parts.num_bytes)
-        send(connection, Reply(num_bytes=parts.num_bytes, checksum=found), deadline)
+        send(connection, PeerReply(num_bytes=parts.num_bytes, checksum=found), deadline)
         connection.send_body(parts.carried, parts.num_bytes, deadline)
 
     def _get(self, connection: Streams, request: Get) -> None:
@@ -393,10 +393,10 @@ class PeerServer:
             with open_private(self._node_dir / request.path) as file:
                 content = _range_of(file, request)
         except OSError as error:
-            send(connection, Reply(error=str(error)), Deadline.for_bytes(0))
+            send(connection, PeerReply(error=str(error)), Deadline.for_bytes(0))
             return
         deadline = Deadline.for_bytes(len(content))
-        send(connection, Reply(num_bytes=len(content)), deadline)
+        send(connection, PeerReply(num_bytes=len(content)), deadline)
         connection.send_body([content], len(content), deadline)
 
 

@@ -63,7 +63,7 @@ class Streams(Connection):
             for target in targets:
                 _receive(self, target, deadline)
             return
-        places = _Places([*targets], self._num_bodies)
+        places = _Arrivals([*targets], self._num_bodies)
         self._together(lambda stream: places.receive_share(stream, deadline))
         places.check_are_full()
 
@@ -132,11 +132,12 @@ def _pieces(contents: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
             place += len(piece)
 
 
-class _Places:
+class _Arrivals:
     """Targets of a body, and which parts of them have arrived. Used by the threads of all streams."""
 
     def __init__(self, targets: list[Target], number: int) -> None:
-        self._targets, self._number = targets, number
+        self._targets = targets
+        self._number = number
         sizes = (each if isinstance(each, int) else len(each) for each in targets)
         self._starts = [*accumulate(sizes, initial=0)]
         self._arrived: dict[int, int] = {}  # bytes by place

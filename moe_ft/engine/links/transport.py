@@ -1,11 +1,13 @@
-"""The seam between links and the network: what a transport does, and the deadlines of its steps.
+"""The seam between links and the network: connections, the deadlines of their steps, and TCP.
 
-TCP is tcp.py. Another transport implements the same methods, and peers.py and listener.py are given it.
+Another network has another `Connection`: peers.py gets one from `connect`, listener.py accepts one. Addresses
+are addresses.py.
 """
 
+import socket
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from contextlib import suppress
+from typing import Protocol, override
 
 from moe_ft.files.progress import SLOWEST_BYTES_PER_S
 
@@ -23,7 +25,8 @@ class Deadline:
             total_s: seconds for everything.
             silence_s: seconds for each step, which ends with the next bytes; None for all of them.
         """
-        self._total_s, self._end_s = total_s, time.monotonic() + total_s
+        self._total_s = total_s
+        self._end_s = time.monotonic() + total_s
         self._silence_s = total_s if silence_s is None else silence_s
 
     @classmethod
@@ -73,23 +76,45 @@ class Connection(Protocol):
         """Close it, when nobody waits in it."""
 
 
-class Listener(Protocol):
-    """Waits for connections at a port of this host."""
+class TcpConnection(Connection):
+    """A connection over one socket, which it owns."""
 
-    port: int
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
 
-    def accept(self) -> Connection:
-        """Wait for the next connection; raises OSError if there cannot be one, or after `close`."""
+    @override
+    def send(self, content: bytes | memoryview, deadline: Deadline) -> None:
+        rest = memoryview(content)
+        while rest:
+            self._socket.settimeout(deadline.step_s)
+            rest = rest[self._socket.send(rest[:CHUNK_BYTES]) :]
 
+    @override
+    def receive_into(self, target: memoryview, deadline: Deadline) -> None:
+        while target:
+            self._socket.settimeout(deadline.step_s)
+            count = self._socket.recv_into(target, min(len(target), CHUNK_BYTES))
+            if count == 0:
+                raise ConnectionError("the other side closed the connection")
+            target = target[count:]
+
+    @override
+    def wait(self) -> bool:
+        self._socket.settimeout(None)
+        return bool(self._socket.recv(1, socket.MSG_PEEK))
+
+    @override
+    def end(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    @override
     def close(self) -> None:
-        """Stop listening. Any thread may call it."""
+        self._socket.close()
 
 
-class Transport(Protocol):
-    """A kind of network."""
-
-    def listen(self, host: str) -> Sequence[Listener]:
-        """Listen on one free port of the interfaces that a name or an address of this host leads to."""
-
-    def connect(self, address: tuple[str, int], deadline: Deadline) -> Connection:
-        """Return a connection to a listener; raises OSError if that fails."""
+def connect(address: tuple[str, int], deadline: Deadline) -> Connection:
+    """Return a connection to a listener; raises OSError if that fails."""
+    connection = socket.create_connection(address, deadline.rest_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return TcpConnection(connection)

@@ -2,7 +2,7 @@
 
 A process that starts again, after a repair, takes up what it has: mapping, touching and pinning 30 GiB takes
 it many seconds. A new process, such as the replacement of a rank, maps the files that it finds, whose pages
-are there, and touches them while it goes on. What is in the files is engine/memory/regions.py and pool.py.
+are there, and touches them while it goes on. What is in the files is engine/memory/regions.py.
 """
 
 import ctypes

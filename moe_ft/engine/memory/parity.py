@@ -110,7 +110,7 @@ def other_file(path: PurePath) -> PurePath:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Version:
+class ParityVersion:
     """A version that is being made, or the newest one that is whole.
 
     Attributes:
@@ -135,7 +135,7 @@ class ParityStore:
         self.holder = holder
         self.group = group
         self._lock = threading.Lock()
-        self._newest: Version | None = None
+        self._newest: ParityVersion | None = None
         self._is_closed = False
         self._store = Store(
             {SizeClass.WINDOW: len(files)}, lambda home: files[home.number].invalidate()
@@ -146,7 +146,9 @@ class ParityStore:
         for _, number in sorted(there):
             self._store.commit(Extent(SizeClass.WINDOW, number))
 
-    def begin(self, index: Index, start_byte: int, keep_iteration: int | None) -> Version | None:
+    def begin(
+        self, index: Index, start_byte: int, keep_iteration: int | None
+    ) -> ParityVersion | None:
         """Return the version to which a rank adds a snapshot; None if it is in there already.
 
         Args:
@@ -183,7 +185,7 @@ class ParityStore:
                 )
             return version
 
-    def _begin(self, window: Family, keep_iteration: int | None) -> Version:
+    def _begin(self, window: Family, keep_iteration: int | None) -> ParityVersion:
         """Begin a version, and give up the one that is under way."""
         if self._newest is not None and window < self._newest.window:
             raise CorruptStateError(_INCOMPLETE)  # the others have begun a later window
@@ -196,7 +198,7 @@ class ParityStore:
         file = self._files[home.number]
         file.invalidate()
         np.frombuffer(file.view, np.uint8)[:] = 0
-        self._newest = Version(window=window, home=home, file=file)
+        self._newest = ParityVersion(window=window, home=home, file=file)
         return self._newest
 
     def close(self) -> None:
@@ -205,14 +207,14 @@ class ParityStore:
             self._is_closed = True
             self._newest = None
 
-    def add(self, version: Version, at: int, content: memoryview) -> None:
+    def add(self, version: ParityVersion, at: int, content: memoryview) -> None:
         """Add a piece of a stripe; raises ConnectionError if another version is being made meanwhile."""
         with self._lock:
             if version is not self._newest:
                 raise ConnectionError("a newer window has begun")
             version.file.add(at, content)
 
-    def finish(self, version: Version, index: Index) -> None:
+    def finish(self, version: ParityVersion, index: Index) -> None:
         """Note that a rank has added a snapshot; the last one of all makes the version count.
 
         Raises:

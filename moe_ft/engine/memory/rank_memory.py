@@ -22,13 +22,13 @@ from moe_ft.engine.memory.job_directory import (
 )
 from moe_ft.engine.memory.mappings import Mappings
 from moe_ft.engine.memory.parity import PARITY_NAME, ParityFile, ParityStore, parity_files
-from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.regions import (
     BOUNDARY_FILE_NAME,
     BoundarySlot,
     IndexedFile,
     MappedFile,
     Region,
+    UnitPool,
     breakpoint_region,
 )
 from moe_ft.files.private_files import read_private
@@ -52,7 +52,7 @@ class ReplicaMemory:
     """Memory for the replicas of one rank: regions, and a pool if that rank has one."""
 
     regions: tuple[Region, ...]
-    pool: Pool | None
+    pool: UnitPool | None
 
 
 class RankMemory:
@@ -230,8 +230,8 @@ def _paths(file: MappedFile) -> tuple[Path, ...]:
     return (file.data_path, file.index_path) if isinstance(file, IndexedFile) else (file.data_path,)
 
 
-def _pool(directory: Path, info: RankInfo) -> Pool | None:
-    return Pool(directory, info.slot_bytes, info.num_slots) if info.num_slots else None
+def _pool(directory: Path, info: RankInfo) -> UnitPool | None:
+    return UnitPool(directory, info.slot_bytes, info.num_slots) if info.num_slots else None
 
 
 def _regions(

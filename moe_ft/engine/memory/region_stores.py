@@ -6,27 +6,37 @@ that counts needs it any longer.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import override
 
 import msgspec
 
-from moe_ft.engine.memory.pool import FetchedVersion, Pool
-from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.regions import Region, UnitPool
 from moe_ft.errors import CorruptStateError, SnapshotError
 from moe_ft.format.encoding import encode
-from moe_ft.format.entries import Place, UnitEntry
+from moe_ft.format.entries import EntryPlace, UnitEntry
 from moe_ft.format.identity import Family
 from moe_ft.format.index import Index, IndexHead, IndexPlaces
 from moe_ft.store.extents import Extent, Reason, SizeClass, Store
 
-Units = Mapping[str, UnitEntry | Place]
+Units = Mapping[str, UnitEntry | EntryPlace]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FetchedVersion:
+    """A unit version that a recovery puts back."""
+
+    entry: UnitEntry
+    content: memoryview
+    is_in_pool: bool
 
 
 class RegionStore:
     """Regions and slots as extents; the index of a region is at home there."""
 
-    def __init__(self, regions: Sequence[Region], pool: Pool | None) -> None:
-        self.regions, self.pool = regions, pool
+    def __init__(self, regions: Sequence[Region], pool: UnitPool | None) -> None:
+        self.regions = regions
+        self.pool = pool
         self._store = Store(
             {SizeClass.WINDOW: len(regions), SizeClass.UNIT: pool.num_slots if pool else 0},
             lambda home: regions[home.number].invalidate(),
@@ -79,7 +89,7 @@ class WindowStore(RegionStore):
         newest: versions of units in the slots that all ranks have agreed on, by name.
     """
 
-    def __init__(self, regions: Sequence[Region], pool: Pool | None) -> None:
+    def __init__(self, regions: Sequence[Region], pool: UnitPool | None) -> None:
         super().__init__(regions, pool)
         self.newest: dict[str, UnitEntry] = {}
         self._chosen: Mapping[str, UnitEntry] | None = None  # by the strategy, for peers
@@ -174,7 +184,7 @@ class WindowStore(RegionStore):
         self._store.keep(Reason.RECOVERED, homes | self._slots(self.newest).keys())
         self._store.give_up(self._store.filling)
 
-    def _copy_in(self, pool: Pool, entry: UnitEntry, content: memoryview) -> UnitEntry:
+    def _copy_in(self, pool: UnitPool, entry: UnitEntry, content: memoryview) -> UnitEntry:
         if entry.num_bytes > pool.slot_bytes:
             raise SnapshotError(
                 f"a version of {entry.num_bytes} bytes does not fit a slot of {pool.slot_bytes}"
@@ -190,7 +200,7 @@ class ReplicaStore(RegionStore):
     The rank that sends them says which iteration is kept; its units get slots here.
     """
 
-    def __init__(self, regions: Sequence[Region], pool: Pool | None) -> None:
+    def __init__(self, regions: Sequence[Region], pool: UnitPool | None) -> None:
         self._held: dict[Extent, tuple[str, str]] = {}  # units in slots, and their checksums
         super().__init__(regions, pool)
         self.find()

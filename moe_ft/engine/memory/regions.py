@@ -1,9 +1,12 @@
 """Regions: reusable stretches of host memory that outlive the process, as files on tmpfs.
 
 A region is a data file of fixed size, mapped once, and an index next to it. Without an index it holds
-nothing. engine/snapshots/writer.py fills it, format/ defines the index. Units that only some snapshots hold
-are in engine/memory/pool.py; where the files lie is engine/memory/job_directory.py. Slots of the boundary log
-(engine/boundary/log.py) are such files too.
+nothing. engine/snapshots/writer.py fills it, format/ defines the index. Where the files lie is
+engine/memory/job_directory.py. Slots of the boundary log (engine/boundary/log.py) are such files too.
+
+In addition to regions a rank has a pool: slots for versions of units that only some snapshots hold. It keeps
+the newest version of each, however long ago it was saved, and has no index of its own: those of the regions
+point into it. engine/memory/region_stores.py says which regions and slots are filled.
 """
 
 import errno
@@ -13,7 +16,9 @@ import shutil
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
+from typing import override
 
+from moe_ft.arithmetic import round_up
 from moe_ft.config.fields import flag_of, size_text
 from moe_ft.engine.memory.job_directory import BREAKPOINT
 from moe_ft.engine.memory.layout import declare, encode_header
@@ -26,6 +31,8 @@ from moe_ft.files.private_files import (
 )
 from moe_ft.format.boundary import SentTensor
 from moe_ft.format.encoding import Body, decode
+from moe_ft.format.entries import EntryPlace, UnitEntry
+from moe_ft.format.packings import ALIGNMENT_BYTES
 
 
 def describe_room(directory: Path) -> str:
@@ -47,7 +54,8 @@ class MappedFile:
     """
 
     def __init__(self, data_path: Path, num_bytes: int) -> None:
-        self.data_path, self.num_bytes = data_path, num_bytes
+        self.data_path = data_path
+        self.num_bytes = num_bytes
         self.mappings = Mappings()
         self._mapping: mmap.mmap | None = None
 
@@ -153,7 +161,8 @@ class Region(IndexedFile):
         name = f"region_{number}" if number >= 0 else BREAKPOINT
         name += f"_{-1 - number}" if number < -1 else ""
         super().__init__(directory / f"{name}.safetensors", num_bytes)
-        self.directory, self.number = directory, number
+        self.directory = directory
+        self.number = number
 
     def begin(self, header: bytes) -> None:
         """Begin to fill it: it holds nothing but a header."""
@@ -202,3 +211,56 @@ def _declare_gap(declared: dict[str, object], start: int, end: int, header_bytes
     if end > start:
         unused = declare("U8", [end - start], start - header_bytes, end - header_bytes)
         declared[f"__unused__/{start}"] = unused
+
+
+class UnitPool(MappedFile):
+    """Slots of equal size in one file, which is a valid safetensors file.
+
+    Slots that a snapshot fills belong to the copy worker until it is complete, all others to the training
+    thread. The slots of a replica belong to the threads of its connections.
+
+    Its name holds its geometry: a start with other settings makes another one and can still read this.
+    """
+
+    def __init__(self, directory: Path, slot_bytes: int, num_slots: int) -> None:
+        self.slot_bytes = round_up(slot_bytes, ALIGNMENT_BYTES)
+        self.num_slots = num_slots
+        self._header = _header(self.slot_bytes, num_slots)
+        name = f"pool_{num_slots}x{self.slot_bytes}.safetensors"
+        super().__init__(directory / name, len(self._header) + num_slots * self.slot_bytes)
+
+    @property
+    def name(self) -> str:
+        """The file's name, as unit entries have it."""
+        return self.data_path.name
+
+    @override
+    def open(self) -> None:
+        super().open()
+        self.mapping[: len(self._header)] = self._header
+
+    def offset_of(self, slot: int) -> int:
+        """Return where a slot begins, in bytes from the start of the file."""
+        return len(self._header) + slot * self.slot_bytes
+
+    def slot_at(self, offset: int) -> int:
+        """Return the slot that begins at an offset."""
+        return (offset - len(self._header)) // self.slot_bytes
+
+    def has_place(self, unit: UnitEntry | EntryPlace) -> bool:
+        """Return whether a unit version is said to be in one of the slots."""
+        slot = self.slot_at(unit.offset)
+        return (
+            unit.file == self.name
+            and 0 <= slot < self.num_slots
+            and unit.offset == self.offset_of(slot)
+            and unit.num_bytes <= self.slot_bytes
+        )
+
+
+def _header(slot_bytes: int, num_slots: int) -> bytes:
+    slots = {
+        f"slot/{slot}": declare("U8", [slot_bytes], slot * slot_bytes, (slot + 1) * slot_bytes)
+        for slot in range(num_slots)
+    }
+    return encode_header(slots)

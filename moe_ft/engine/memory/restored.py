@@ -13,11 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from moe_ft.engine.links.peers import Replica
+from moe_ft.engine.links.peers import OutgoingReplica
 from moe_ft.engine.memory.layout import lay_out_again
 from moe_ft.engine.memory.parity import end_of
-from moe_ft.engine.memory.pool import FetchedVersion
-from moe_ft.engine.memory.region_stores import WindowStore
+from moe_ft.engine.memory.region_stores import FetchedVersion, WindowStore
 from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import SnapshotError
 from moe_ft.format.encoding import encode
@@ -117,7 +116,7 @@ def _fill(region: Region, window: FetchedWindow) -> bool:
     return True
 
 
-def replica_to_send(kept: Sequence[Region], restored: Handover) -> Replica | None:
+def replica_to_send(kept: Sequence[Region], restored: Handover) -> OutgoingReplica | None:
     """Return what peers get that lack the restored state; None if none does, or no region holds all of it."""
     if not restored.peers_without or not kept or _family_of(kept[0]) != restored.family:
         return None
@@ -125,7 +124,7 @@ def replica_to_send(kept: Sequence[Region], restored: Handover) -> Replica | Non
     index = region.index(Index)
     if any(unit.file for unit in index.units.values()):
         return None  # it is in more than the region
-    return Replica(
+    return OutgoingReplica(
         region=region,
         pool=None,
         index=index,

@@ -4,7 +4,6 @@ The writer itself is engine/persist/writer.py. It is watched by a thread of the 
 """
 
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,8 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-import moe_ft
-from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports
+from moe_ft.engine.background import BackgroundPart, EventQueue, PhaseHook
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.requests import (
@@ -31,6 +29,7 @@ from moe_ft.engine.persist.writer import HEARTBEAT_NAME
 from moe_ft.faults import Phase
 from moe_ft.files.private_files import make_private, write_atomically
 from moe_ft.files.progress import SLOWEST_BYTES_PER_S
+from moe_ft.processes import command_of
 
 _HEARTBEAT_STALE_S = 10.0
 _SUPERVISION_S = 0.25
@@ -43,11 +42,6 @@ _START_S = 30.0
 _HEALTHY_S = 600.0  # a writer that lived this long may be restarted as often as a new one
 _RESTART_NAME = "restart"
 _LOG_NAME = "writer.log"
-# Only the package comes from there: nothing else in its directory may hide other packages.
-_START = (
-    "import sys; sys.path.insert(0, sys.argv[1]); import moe_ft; del sys.path[0]; "
-    "from moe_ft.engine.persist.writer import main; main(sys.argv[2])"
-)
 
 
 def persist_deadline_s(num_bytes: int, num_ranks: int = 0) -> float:
@@ -68,14 +62,17 @@ class PersistClient:
         self,
         directory: Path,
         rank: int,
-        reports: Reports,
+        reports: EventQueue,
         phase_hook: PhaseHook,
         clock: Clock,
         num_ranks: int = 1,
     ) -> None:
         self._clock = clock
-        self._directory, self._rank, self._num_ranks = directory, rank, num_ranks
-        self._reports, self._phase_hook = reports, phase_hook
+        self._directory = directory
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._reports = reports
+        self._phase_hook = phase_hook
         self._deadline_s = 0.0
         self._number = 0  # of the last request
         self.iteration: int | None = None
@@ -238,13 +235,15 @@ class WriterSupervisor:
         self,
         directory: Path,
         command: list[str],
-        reports: Reports,
+        reports: EventQueue,
         clock: Clock,
         settings: WriterSettings | None = None,
     ) -> None:
         """Take a command, and the settings that its process first reads from its standard input."""
         self._clock = clock
-        self._directory, self._command, self._reports = directory, command, reports
+        self._directory = directory
+        self._command = command
+        self._reports = reports
         self._settings = b"" if settings is None else msgspec.json.encode(settings) + b"\n"
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
@@ -342,9 +341,5 @@ class WriterSupervisor:
 
 
 def writer_command(directory: Path) -> list[str]:
-    """Return the command line of a writer process, which then reads WriterSettings from its input.
-
-    It runs the code of this process and imports nothing from the working directory.
-    """
-    code_directory = Path(moe_ft.__file__).resolve().parent.parent
-    return [sys.executable, "-P", "-c", _START, str(code_directory), str(directory)]
+    """Return the command line of a writer process, which then reads WriterSettings from its input."""
+    return command_of("moe_ft.engine.persist.writer", str(directory))

@@ -39,7 +39,9 @@ class Retention:
                 each directory cleared, because this process may have been suspended in between.
             keeps_whole: whether the newest state of one iteration stays besides.
         """
-        self._storage, self._keep, self._check = storage, keep, check
+        self._storage = storage
+        self._keep = keep
+        self._check = check
         self._keeps_whole = keeps_whole
         # Checksums of manifests whose indexes were read and are right.
         self._sound: set[str] = set()

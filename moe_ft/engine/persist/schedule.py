@@ -52,9 +52,13 @@ class StorageSchedule:
             interval: complete snapshots between those that are written, 0 for none before the end.
             dense_interval: iterations between whole states that are written, 0 for none.
         """
-        self._interval, self._dense_interval, self._client = interval, dense_interval, client
-        self._store, self._strategy = store, strategy
-        self._identity, self._rank = identity, rank
+        self._interval = interval
+        self._dense_interval = dense_interval
+        self._client = client
+        self._store = store
+        self._strategy = strategy
+        self._identity = identity
+        self._rank = rank
         self._num_complete = 0
         self._num_since = 0  # complete snapshots since the last one that was submitted
         self._num_stood_for = 1  # likewise, when that one was
@@ -65,7 +69,8 @@ class StorageSchedule:
         self._confirmed: _Written | None = None
         self._told: _Written | None = None  # the last one that the writer knows to be confirmed
         self._could_not_ask = False  # the writer to write the last one
-        self.is_due, self.is_idle = False, True
+        self.is_due = False
+        self.is_idle = True
 
     def start(self, newest_index: str | None, iteration: int = 0) -> None:
         """Begin.
@@ -130,7 +135,7 @@ class StorageSchedule:
         tag = file_tag(self._identity, is_whole=is_whole)
         self._unconfirmed = _Written(
             iteration=region.iteration,
-            has_all=is_whole or self._strategy.saves_all,
+            has_all=is_whole or self._strategy.rotation.is_empty,
             index=rank_path(region.iteration, self._rank, tag, "json"),
         )
         try:
@@ -147,7 +152,7 @@ class StorageSchedule:
             self._newest_index = ""
             names = set(self._store.newest)
         rotating = self._store.keep_persisting(region, names)
-        is_alone = self._strategy.saves_all or self._store.newest.keys() <= {*rotating}
+        is_alone = self._store.newest.keys() <= {*rotating}
         previous = "" if is_alone else self._newest_index
         rotating_bytes = sum(self._store.newest[name].num_bytes for name in rotating)
         self._client.submit(region, rotating, previous, tag, rotating_bytes)
@@ -166,7 +171,7 @@ class StorageSchedule:
         """
         self._tell_confirmed()
         is_due = self._interval > 0 and (self._num_complete + 1) % self._interval == 0
-        if not (is_writable and self._strategy.saves_all and (is_due or is_whole)):
+        if not (is_writable and self._strategy.rotation.is_empty and (is_due or is_whole)):
             return announce_to_nobody
         tag = file_tag(self._identity, is_whole=is_whole)
         return partial(self._client.announce, tag)

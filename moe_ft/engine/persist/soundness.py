@@ -29,7 +29,8 @@ class Listings:
     """Sizes of files from one listing of each directory, made when it is first asked for."""
 
     def __init__(self, storage: Storage) -> None:
-        self.url, self._storage = storage.url, storage
+        self.url = storage.url
+        self._storage = storage
         self._sizes: dict[str, dict[str, int]] = {}
 
     def size(self, path: str) -> int:

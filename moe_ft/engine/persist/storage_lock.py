@@ -8,8 +8,9 @@ On a file system exactly one of several starts gets the lock. On an object store
 fsspec back end has a conditional put, for a lock that is not there; else the last one to write has it, which
 all find out by reading it back after a moment, and again before every manifest and every deletion.
 
-Deciding whether the lock of another start may be taken is recovery/persist_directory.py; origin.py knows
-which starts are over for certain.
+A start that is over has left its lock, if it was killed: its `Origin` may tell. Where nothing does, only a
+lock that nobody renews tells it. Whether the lock of another start may be taken is decided in
+recovery/persist_directory.py.
 """
 
 import os
@@ -17,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,9 +27,10 @@ from pathlib import Path
 import msgspec
 
 from moe_ft.calls import looks_again
-from moe_ft.engine.persist.origin import Origin
 from moe_ft.errors import LockLostError
 from moe_ft.files.storage import Storage
+from moe_ft.launches import Launch
+from moe_ft.processes import has_ended, process_namespace, start_ticks
 
 LOCK_NAME = "moe_ft.lock"
 LOCK_STALE_S = 30.0  # three renewals
@@ -41,6 +43,54 @@ _RELEASE_ATTEMPTS = 3
 _ROOM_BYTES = 20  # for the digits of a growing heartbeat
 _LOOK_POLL_S = 0.5
 _LONGEST_LOOK_S = 2.0
+
+_MAX_AGENTS = 64  # that a lock names: a restart without any of these watches the lock
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Processes of a start, and its launcher.
+
+    Attributes:
+        system: boot and process numbers that its processes belong to; empty if that cannot be known.
+        processes: numbers and start times of rank 0 and, under torchrun, of the process that started it: as
+            long as that lives, another rank 0 may come.
+        agents: names of torchrun's agents, of the first nodes. An agent serves one job, and ends what it has
+            started before it starts anything again.
+        scheduled: job of SLURM; empty without it.
+        counts: how often SLURM has started that job before, and without torchrun, how often its script has
+            started the ranks before.
+    """
+
+    system: str = ""
+    processes: tuple[tuple[int, int], ...] = ()
+    agents: tuple[str, ...] = ()
+    scheduled: str = ""
+    counts: tuple[int, int] = (0, 0)
+
+    def is_over(self, own: "Origin") -> bool:
+        """Return whether it is known that nothing of this start runs any more."""
+        if set(self.agents) & set(own.agents):
+            return True
+        if self.scheduled and self.scheduled == own.scheduled and self.counts < own.counts:
+            return True
+        is_here = self.system and self.system == own.system
+        return bool(is_here and self.processes) and all(has_ended(*each) for each in self.processes)
+
+
+def own_origin(launch: Launch, agents: Iterable[str] = ()) -> Origin:
+    """Return the origin of this process, which a launch has made.
+
+    Args:
+        agents: of all nodes.
+    """
+    pids = [os.getpid(), os.getppid()] if launch.agent else [os.getpid()]
+    return Origin(
+        system=process_namespace(),
+        processes=tuple((pid, start_ticks(pid)) for pid in pids),
+        agents=tuple(dict.fromkeys(filter(None, agents)))[:_MAX_AGENTS],
+        scheduled=launch.job,
+        counts=(launch.requeues, launch.scripted),
+    )
 
 
 class Lock(msgspec.Struct, frozen=True):
@@ -232,7 +282,8 @@ class _LocalLock:
     """A lock on a file system that has atomic links and renames."""
 
     def __init__(self, storage: Storage, path: Path) -> None:
-        self._storage, self._path = storage, path
+        self._storage = storage
+        self._path = path
 
     def create(self, content: bytes) -> None:
         """Write it; raise FileExistsError if there is one. Nobody ever sees a part of it."""

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from moe_ft.engine.memory.layout import FileLayout, UnitPlace
-from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import MappedFile
+from moe_ft.engine.memory.regions import MappedFile, UnitPool
 from moe_ft.engine.snapshots.job import SnapshotRequest
 from moe_ft.engine.snapshots.staging import Chunk, PackedPart, Staging, cut_into_chunks
 from moe_ft.errors import SnapshotError
@@ -31,11 +30,12 @@ class StateCopier:
     """Copies the contents of snapshots. Owned by the copy worker; the training thread calls `mark_ready`."""
 
     def __init__(
-        self, parameters: Sequence[LocalParameter], pool: Pool | None, staging_bytes: int
+        self, parameters: Sequence[LocalParameter], pool: UnitPool | None, staging_bytes: int
     ) -> None:
         """Take a rank's state, and the device memory in which snapshots are packed; 0 if nothing is."""
         self._parameters = {each.name: each for each in parameters}
-        self._pool, self._staging_bytes = pool, staging_bytes
+        self._pool = pool
+        self._staging_bytes = staging_bytes
         self._staging: Staging | None = None
         self._stream: Any = None
         optimizers = {id(each.optimizer): each.optimizer for each in parameters}

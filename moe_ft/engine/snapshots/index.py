@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from moe_ft.engine.memory.layout import UnitPlace
-from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import MappedFile
+from moe_ft.engine.memory.regions import MappedFile, UnitPool
 from moe_ft.engine.snapshots.copying import Absent
 from moe_ft.engine.snapshots.job import SnapshotRequest
 from moe_ft.errors import SnapshotError
-from moe_ft.format.checksums import checksums
-from moe_ft.format.encoding import FORMAT, checksum
+from moe_ft.format.encoding import FORMAT, checksum, checksums
 from moe_ft.format.entries import ModelPlaces, ParameterEntry, TensorEntry, UnitEntry
 from moe_ft.format.identity import Identity
 from moe_ft.format.index import Index
@@ -37,7 +35,8 @@ class RecordLog:
         encode: Callable[[CapturedRecord], IterationRecord] = encode,
     ) -> None:
         """Take what adds to a captured record what moves together with the weights."""
-        self._complete, self._encode = complete, encode
+        self._complete = complete
+        self._encode = encode
         self._lock = threading.Lock()
         self._records: dict[int, CapturedRecord | IterationRecord] = {}
 
@@ -84,13 +83,17 @@ class SnapshotIndexer:
         node: str,
         parameters: Sequence[LocalParameter],
         records: RecordLog,
-        pool: Pool | None = None,
+        pool: UnitPool | None = None,
         origins: Mapping[str, str] | None = None,
         model: ModelPlaces | None = None,
     ) -> None:
-        self._identity, self._rank, self._node = identity, rank, node
+        self._identity = identity
+        self._rank = rank
+        self._node = node
         self._entries: dict[str, ParameterEntry] = {each.name: each.entry for each in parameters}
-        self._records, self._pool, self._origins = records, pool, dict(origins or {})
+        self._records = records
+        self._pool = pool
+        self._origins = dict(origins or {})
         self._model = model or ModelPlaces()
 
     def describe(self, request: SnapshotRequest, absent: Absent, before: Index | None) -> Index:

@@ -14,7 +14,7 @@ import torch
 from moe_ft.arithmetic import round_up
 from moe_ft.errors import SnapshotError
 from moe_ft.format.entries import TensorEntry, tensor_bytes, tensor_pieces
-from moe_ft.format.packings import ALIGNMENT_BYTES, Packing, Piece, pieces
+from moe_ft.format.packings import ALIGNMENT_BYTES, PackedPiece, Packing, pieces
 from moe_ft.kernels.number_formats import BF16, E4M3, E5M2, FP16, NumberFormat, ScaleKind
 from moe_ft.kernels.pack_table import PackTable
 from moe_ft.kernels.packing import Segment
@@ -34,7 +34,7 @@ _FORMATS: dict[Packing, tuple[NumberFormat, ScaleKind | None]] = {
 
 def segments_of(
     packing: Packing,
-    parts: tuple[Piece, ...],
+    parts: tuple[PackedPiece, ...],
     tensor: torch.Tensor,
     weights: torch.Tensor | None,
 ) -> Iterator[Segment]:
@@ -104,7 +104,7 @@ class PackedPart:
     file: mmap.mmap
     offset: int
 
-    def pieces(self, count: int) -> tuple[Piece, ...]:
+    def pieces(self, count: int) -> tuple[PackedPiece, ...]:
         """Return the pieces of so many of its numbers."""
         return pieces(self.dtype, count, self.packing)
 

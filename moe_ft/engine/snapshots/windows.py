@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from moe_ft.config.fields import flag_of
-from moe_ft.engine.background import BackgroundPart, Reports
+from moe_ft.engine.background import BackgroundPart, EventQueue
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory.layout import (
     Contents,
@@ -50,7 +50,8 @@ class UnitLayouts:
     """Layouts of a rank's units in its regions and slots, for each plan of its strategy."""
 
     def __init__(self, catalog: UnitCatalog, dp_rank: int) -> None:
-        self.catalog, self._dp_rank = catalog, dp_rank
+        self.catalog = catalog
+        self._dp_rank = dp_rank
         self._places: dict[UnitId, UnitPlace] = {}
         self.region_bytes: int | None = None  # size of regions, once known
 
@@ -110,11 +111,14 @@ class Windows:
         layouts: UnitLayouts,
         writer: SnapshotWriter,
         records: RecordLog,
-        reports: Reports,
+        reports: EventQueue,
     ) -> None:
-        self._strategy, self._make_layouts = strategy, layouts
+        self._strategy = strategy
+        self._make_layouts = layouts
         self._memory = memory
-        self._writer, self._records, self._reports = writer, records, reports
+        self._writer = writer
+        self._records = records
+        self._reports = reports
         self._recorded = (0, -1)  # the first and last iteration of the complete window
         self._layouts: dict[Hashable, LayOut] = {}
         self._num_lasting = 0  # layouts that are never forgotten
@@ -142,7 +146,7 @@ class Windows:
         for plan in self._strategy.possible_windows():
             self._layout(plan)()  # now, because it would hold up an iteration
         self._num_lasting = len(self._layouts)
-        for unit in self._strategy.rotating:
+        for unit in self._strategy.rotation.units:
             self._make_layouts.place(unit, 0)
         return kept
 
@@ -283,7 +287,7 @@ class Windows:
             ],
             carried=self.store.carried(names),
             at_peers=None if plan.remote is None else self.store.at_peers,
-            is_sent_to_peers=not window.is_last or self._strategy.saves_all,
+            is_sent_to_peers=not window.is_last or self._strategy.rotation.is_empty,
             announce=self.announce if is_end else announce_to_nobody,
         )
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from moe_ft.engine.background import BackgroundPart, PhaseHook, Reports, ThreadWorker, describe
+from moe_ft.engine.background import BackgroundPart, EventQueue, PhaseHook, ThreadWorker, describe
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.peers import Replica
+from moe_ft.engine.links.peers import OutgoingReplica
 from moe_ft.engine.links.sender import ReplicaSender
 from moe_ft.engine.memory.layout import UnitPlace
-from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.regions import UnitPool
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
 from moe_ft.engine.snapshots.job import (
@@ -49,18 +49,24 @@ class SnapshotWriter:
         copier: StateCopier,
         indexer: SnapshotIndexer,
         records: RecordLog,
-        pool: Pool | None,
+        pool: UnitPool | None,
         sender: ReplicaSender | None,
-        reports: Reports,
+        reports: EventQueue,
         phase_hook: PhaseHook,
         worker: ThreadWorker,
         clock: Clock,
         gradients: GradientCapture | None = None,
     ) -> None:
-        self._copier, self._indexer, self._records = copier, indexer, records
-        self._pool, self._sender, self.gradients = pool, sender, gradients
-        self._reports, self._phase_hook = reports, phase_hook
-        self._worker, self._clock = worker, clock
+        self._copier = copier
+        self._indexer = indexer
+        self._records = records
+        self._pool = pool
+        self._sender = sender
+        self.gradients = gradients
+        self._reports = reports
+        self._phase_hook = phase_hook
+        self._worker = worker
+        self._clock = clock
         self._window: Index | None = None  # the snapshots before, in the window under way
 
     def start(self) -> None:
@@ -88,7 +94,7 @@ class SnapshotWriter:
         result.add_done_callback(lambda _: copied.set())
         return SnapshotJob(request=request, copied=copied, abandoned=abandoned, result=result)
 
-    def send(self, replica: Replica) -> None:
+    def send(self, replica: OutgoingReplica) -> None:
         """Send a window that was recovered, before the snapshots that follow.
 
         Its region is not overwritten before one of them is complete, so not while it is being sent.
@@ -173,7 +179,7 @@ class SnapshotWriter:
         if self._sender is None or not request.is_sent_to_peers:
             return None, None
         start_byte, end_byte = request.stretch
-        replica = Replica(
+        replica = OutgoingReplica(
             region=request.region,
             pool=self._pool,
             index=index,

@@ -46,9 +46,11 @@ class Repetition:
 
     def __init__(self, update: Update, base: Index, index: Index) -> None:
         """Take what describes the state before the step, and the state after it."""
-        self._update, self._received = update, xxhash.xxh3_64()
+        self._update = update
+        self._received = xxhash.xxh3_64()
         self._raw = torch.empty(4 * BLOCK, dtype=torch.uint8)
-        self._gradient, self._denominator = torch.empty(BLOCK), torch.empty(BLOCK)
+        self._gradient = torch.empty(BLOCK)
+        self._denominator = torch.empty(BLOCK)
         _check_layouts(base, index, update)
         units = [unit for _, unit in index.entries() if not unit.file]
         end = max((unit.offset + unit.num_bytes for unit in units), default=0)

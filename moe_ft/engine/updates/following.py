@@ -13,8 +13,8 @@ from functools import partial
 from threading import Event
 from typing import Any
 
-from moe_ft.engine.background import BackgroundPart, Reports
-from moe_ft.engine.links.messages import Reply
+from moe_ft.engine.background import BackgroundPart, EventQueue
+from moe_ft.engine.links.messages import PeerReply
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.updates import Update
 
@@ -22,7 +22,7 @@ _MOST_REFUSALS = 3  # one after the other: another kind of CPU would refuse for 
 MOST_LOSSY_STEPS = 100  # that a peer repeats with other rounding before it gets state again
 
 
-Put = Callable[[Update | None], Reply]
+Put = Callable[[Update | None], PeerReply]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Suspicion:
 
 def find_suspects(
     owner: int,
-    doubts: Mapping[int, tuple[Reply, Reply]],
+    doubts: Mapping[int, tuple[PeerReply, PeerReply]],
     agreed: Collection[int],
     comparable: Collection[int],
 ) -> Iterator[Suspicion]:
@@ -164,11 +164,11 @@ def known_bases(
 class Followers:
     """Decides what each peer of a rank is sent. Owned by the sending worker."""
 
-    def __init__(self, reports: Reports) -> None:
+    def __init__(self, reports: EventQueue) -> None:
         self._reports = reports
         self._num_refused: dict[int, int] = {}  # in a row, by rank
         self._num_lossy: dict[int, int] = {}  # since state was sent, by rank
-        self._doubts: dict[int, tuple[Reply, Reply]] = {}  # of this snapshot, by rank
+        self._doubts: dict[int, tuple[PeerReply, PeerReply]] = {}  # of this snapshot, by rank
         self._agreed: set[int] = set()  # to this snapshot
         self._comparable: set[int] = set()
         self._accusations: Counter[int] = Counter()

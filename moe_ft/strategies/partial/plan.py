@@ -352,8 +352,8 @@ class _StageSizes:
         for place in by_experts.values():
             rank = self._stage.ranks[place]
             strategy = self._strategy(config, rank)
-            slots = num_slots(len(strategy.rotating), strategy.most_rotating)
-            slot = max(map(rank.slot_bytes, strategy.rotating), default=0)
+            slots = num_slots(len(strategy.rotation.units), strategy.most_rotating)
+            slot = max(map(rank.slot_bytes, strategy.rotation.units), default=0)
             yield MemoryShare(
                 region_bytes=int(most[place]),
                 pool_bytes=slots * slot,

@@ -96,8 +96,8 @@ class PartialStrategy(RotatingExperts):
     @override
     def most_rotating(self) -> int:
         if self.k.may_grow or self._run.takes_whole:
-            return len(self.rotating)
-        by_layer = Counter(unit.layer_name for unit in self.rotating)
+            return len(self.rotation.units)
+        by_layer = Counter(unit.layer_name for unit in self.rotation.units)
         return sum(min(self.k.snapshot, count) for count in by_layer.values())
 
     @override

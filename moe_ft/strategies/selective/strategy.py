@@ -165,13 +165,13 @@ class SelectiveStrategy(RotatingExperts):
     @override
     def most_rotating(self) -> int:
         if self._takes_all or self.local.num_bytes is None:
-            return len(self.rotating)
+            return len(self.rotation.units)
         return self._loads.most_on_rank(self._place, self.local.num_bytes)
 
     @property
     @override
     def most_retained(self) -> int:
-        return len(self.rotating) if self._has_peers else 0
+        return len(self.rotation.units) if self._has_peers else 0
 
     @override
     def plan_window(self, iteration: int, *, is_whole: bool = False) -> WindowPlan:
@@ -303,7 +303,7 @@ class SelectiveStrategy(RotatingExperts):
     @property
     @override
     def followable(self) -> Collection[UnitId]:
-        return self.rotating if self._follows else ()
+        return self.rotation.units if self._follows else ()
 
     @property
     @override

@@ -12,8 +12,7 @@ import torch
 from emerging_optimizers.scalar_optimizers import Lion
 
 from moe_ft.engine.memory.layout import FileLayout, lay_out, lay_out_window
-from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.regions import Region, UnitPool
 from moe_ft.engine.persist.manifests import find_manifests, read_manifest, write_manifest
 from moe_ft.files.storage import Storage, file_tag, rank_path
 from moe_ft.format.encoding import FORMAT, checksum, encode
@@ -380,7 +379,7 @@ def rotating_unit(expert: int) -> UnitId:
 
 
 def put_in_slot(
-    pool: Pool, slot: int, expert: int, *, iteration: int = 5, num_elements: int = 33
+    pool: UnitPool, slot: int, expert: int, *, iteration: int = 5, num_elements: int = 33
 ) -> tuple[str, UnitEntry]:
     """Put a version of an expert into a slot of an open pool; expert and iteration decide the bytes."""
     name = str(rotating_unit(expert))

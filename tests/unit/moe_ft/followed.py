@@ -8,12 +8,11 @@ from typing import Any
 import msgspec
 import torch
 
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import EventQueue
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.peers import PeerReplicator
 from moe_ft.engine.memory.layout import UnitPlace, lay_out
-from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.regions import Region, UnitPool
 from moe_ft.engine.updates.capture import GradientCapture
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import checksum, encode
@@ -80,14 +79,14 @@ class Owner:
         self.pool = self.slot = None
         if in_slots:
             (self.slot,) = pooled.units
-            self.pool = Pool(folder / "own", self.slot.num_bytes, 2)
+            self.pool = UnitPool(folder / "own", self.slot.num_bytes, 2)
             self.pool.open()
         size = self.layout.num_bytes
         self.regions = [Region(folder / "own", number, size) for number in range(2)]
         for region in self.regions:
             region.open()
             region.begin(self.layout.header)
-        self.reports, self.faults = Reports(), set[int]()
+        self.reports, self.faults = EventQueue(), set[int]()
         if peer is None:
             self.peer = Peer(folder, size)
             if self.pool is not None:

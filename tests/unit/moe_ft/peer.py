@@ -12,9 +12,9 @@ from typing import Self
 import msgspec
 import pytest
 
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import EventQueue
 from moe_ft.engine.links.messages import (
-    Reply,
+    PeerReply,
     answer_challenge,
     challenge_client,
     receive,
@@ -22,14 +22,12 @@ from moe_ft.engine.links.messages import (
     receive_header,
     send,
 )
-from moe_ft.engine.links.peers import PeerConnection, Replica
+from moe_ft.engine.links.peers import OutgoingReplica, PeerConnection
 from moe_ft.engine.links.server import PeerServer
-from moe_ft.engine.links.tcp import TcpConnection
-from moe_ft.engine.links.transport import Deadline
+from moe_ft.engine.links.transport import Deadline, TcpConnection
 from moe_ft.engine.memory.job_directory import replica_directory
-from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
-from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.regions import Region, UnitPool
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
@@ -90,7 +88,7 @@ class Peer:
             region.open()
         self.server.start()
         self.server.admit(TOKEN)
-        self.reports = Reports()
+        self.reports = EventQueue()
         self.keep({SOURCE: ReplicaMemory(regions=tuple(self.regions), pool=None)})
         self.connections: list[PeerConnection] = []
 
@@ -112,7 +110,7 @@ class Peer:
 
     def keep_in_slots(self, slot_bytes: int) -> None:
         """Accept replicas with units in slots: of two versions of one unit."""
-        pool = Pool(self.regions[0].directory, slot_bytes, 2)
+        pool = UnitPool(self.regions[0].directory, slot_bytes, 2)
         pool.open()
         self.keep({SOURCE: ReplicaMemory(regions=tuple(self.regions), pool=pool)})
 
@@ -208,7 +206,7 @@ class SlowReceiver(FakePeer):
             receive(TcpConnection(connection), 1 << 20, deadline)
             self._pause()
         receive(TcpConnection(connection), self._data_bytes - (12 << 20), deadline)
-        send(TcpConnection(connection), Reply(), deadline)
+        send(TcpConnection(connection), PeerReply(), deadline)
 
 
 def own_state(tmp_path: Path, iteration: int, number: int = 0) -> tuple[Region, Index]:
@@ -217,10 +215,10 @@ def own_state(tmp_path: Path, iteration: int, number: int = 0) -> tuple[Region, 
 
 
 def replica_of(
-    region: Region, index: Index, keep_iteration: int | None, pool: Pool | None = None
-) -> Replica:
+    region: Region, index: Index, keep_iteration: int | None, pool: UnitPool | None = None
+) -> OutgoingReplica:
     """Return what peers are to get of a region with a single snapshot."""
-    return Replica(
+    return OutgoingReplica(
         region=region,
         pool=pool,
         index=index,

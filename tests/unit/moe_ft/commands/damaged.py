@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.regions import UnitPool
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import checksum
 from tests.unit.moe_ft.builders import (
@@ -85,7 +85,7 @@ def in_memory(damage: Act = lambda rank: None) -> Act:
     def prepare(directory: Path) -> None:
         rank = directory / "job/node-a/rank_00000"
         region, index = fill_region(rank)
-        pool = Pool(rank, 256, 4)
+        pool = UnitPool(rank, 256, 4)
         pool.open()
         add_units(region, index, dict([put_in_slot(pool, 1, 0)]))
         damage(rank)

@@ -19,8 +19,7 @@ from moe_ft.doctor.storage import (
     write_file,
 )
 from moe_ft.engine.persist import storage_lock
-from moe_ft.engine.persist.origin import own_origin
-from moe_ft.engine.persist.storage_lock import StorageLock
+from moe_ft.engine.persist.storage_lock import StorageLock, own_origin
 from moe_ft.files.storage import Storage
 from moe_ft.launches import launch_of
 from tests.object_store import ObjectStore

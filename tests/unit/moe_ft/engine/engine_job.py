@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from moe_ft.config.config import MoeFtConfig, StorageConfig
+from moe_ft.config.strategy import StrategyConfig
 from moe_ft.engine.agreement import Agreement
-from moe_ft.engine.background import Report
+from moe_ft.engine.background import EngineEvent
 from moe_ft.engine.build import build_engine
 from moe_ft.engine.ending import Ending
-from moe_ft.engine.engine import CheckpointEngine, EngineContext, EngineSettings
+from moe_ft.engine.engine import CheckpointEngine, EngineContext
 from moe_ft.engine.links.peers import PeerReplicator
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.rank_memory import RankMemory
@@ -126,7 +128,7 @@ class Rank:
         self.clock = JobClock()
         self.hook: Callable[[Phase, int], None] = lambda phase, iteration: None
         self.workers: dict[str, ManualWorker] = {}
-        self.reports: list[Report] = []
+        self.reports: list[EngineEvent] = []
         self.state = SmallRank(rank)
         self.layouts = UnitLayouts(self.state.catalog(), 0)
         self.strategy = (WindowStrategy if self.setup.has_windows else DenseStrategy)(WINDOW_UNITS)
@@ -182,15 +184,19 @@ class Rank:
 
     def build(self, **own: Any) -> CheckpointEngine:
         """Return an engine with parts for tests, or with those of training."""
-        settings = EngineSettings(
-            interval=self.setup.interval,
-            overhead_limit=0.05,
-            persist_interval=self.setup.persist_interval,
-            persists=self.setup.persist_interval > 0,
-            raises=self.setup.raises,
+        every = self.setup.persist_interval
+        config = MoeFtConfig(
+            strategy=StrategyConfig(
+                interval="auto" if self.setup.interval is None else str(self.setup.interval),
+                overhead_limit=0.05,
+                on_error="raise" if self.setup.raises else "degrade",
+            ),
+            storage=StorageConfig(
+                persist_dir="/nowhere" if every else None, persist_interval=every
+            ),
         )
         return build_engine(
-            settings,
+            config,
             self.context,
             self.strategy,
             Agreement(DEADLINE_S),
@@ -208,7 +214,7 @@ class Rank:
         self.clock.now += RECORD_S
         return capture(iteration)
 
-    def events(self, name: str) -> list[Report]:
+    def events(self, name: str) -> list[EngineEvent]:
         """Return all reports of an event so far."""
         self.engine.drain(self.reports.append)
         return [each for each in self.reports if each.event == name]

@@ -8,9 +8,9 @@ import pytest
 
 from moe_ft.engine.background import (
     BackgroundPart,
+    EngineEvent,
+    EventQueue,
     Messages,
-    Report,
-    Reports,
     ThreadWorker,
     describe,
 )
@@ -22,7 +22,7 @@ from tests.waiting import wait_for
 
 
 def test_reports_are_handed_over_once_and_in_order() -> None:
-    reports = Reports()
+    reports = EventQueue()
     reports.add("snapshot", 5, bytes=7)
     reports.skipped(BackgroundPart.SNAPSHOT, 6, "no room")
     found = [(each.event, each.iteration, each.fields) for each in reports.drain()]
@@ -34,7 +34,7 @@ def test_reports_are_handed_over_once_and_in_order() -> None:
 
 
 def test_failure_keeps_the_traceback_of_what_was_raised() -> None:
-    reports = Reports()
+    reports = EventQueue()
     with reports.catching(BackgroundPart.MEMORY, 5):
         raise ValueError("two\nlines")
     (report,) = reports.drain()
@@ -45,7 +45,7 @@ def test_failure_keeps_the_traceback_of_what_was_raised() -> None:
 
 
 def test_what_is_to_be_done_after_a_failure_is_done_only_then() -> None:
-    reports, done = Reports(), list[str]()
+    reports, done = EventQueue(), list[str]()
     with reports.catching(BackgroundPart.SNAPSHOT, 5, lambda: done.append("well")):
         pass
     assert done == []
@@ -67,7 +67,7 @@ def test_exception_is_described_on_one_line(error: Exception, expected: str) -> 
 
 
 def test_nothing_is_lost_when_many_threads_report() -> None:
-    reports = Reports()
+    reports = EventQueue()
 
     def report(thread: int) -> None:
         for number in range(200):
@@ -99,8 +99,8 @@ def of_rank(
     return Messages(rank, clock or Clock(), is_first_of_stage=is_first_of_stage, raises=raises)
 
 
-def drained(told: Messages) -> list[Report]:
-    found: list[Report] = []
+def drained(told: Messages) -> list[EngineEvent]:
+    found: list[EngineEvent] = []
     told.drain(found.append)
     return found
 
@@ -170,7 +170,7 @@ def test_every_failure_at_the_end_of_training_is_printed(
 def test_event_that_cannot_be_logged_costs_only_itself(capsys: pytest.CaptureFixture[str]) -> None:
     told, found = of_rank(), list[str]()
 
-    def log(report: Report) -> None:
+    def log(report: EngineEvent) -> None:
         if report.event == "snapshot":
             raise ConnectionError("the logging service is away")
         found.append(report.event)
@@ -185,7 +185,7 @@ def test_event_that_cannot_be_logged_costs_only_itself(capsys: pytest.CaptureFix
 
 
 def test_failure_ends_training_if_that_is_asked_for_and_is_logged_before() -> None:
-    told, found = of_rank(raises=True), list[Report]()
+    told, found = of_rank(raises=True), list[EngineEvent]()
     told.reports.add("snapshot", 1)
     told.drain(found.append)
     told.reports.degraded(BackgroundPart.PERSIST, 2, "no room")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.breakpoints import Breakpoints, Written
+from moe_ft.engine.breakpoints import BreakpointResult, Breakpoints
 from moe_ft.errors import SnapshotError
 from moe_ft.format.index import Index, check_units
 from tests.unit.moe_ft.engine.engine_job import Job, Rank, Setup, capture
@@ -69,7 +69,7 @@ def test_writer_waits_for_the_end_of_a_step_and_writes_the_next_state(trained: T
     trained.step(3)
     trained.breakpoints.begin_update()
     assert trained.breakpoints.write(waits=False).stepping_to == 4
-    found: list[Written] = []
+    found: list[BreakpointResult] = []
     writer = in_thread(lambda: found.append(trained.breakpoints.write()))
     trained.rank.state.step(4)
     trained.breakpoints.end_update(trained.rank.engine.moment(capture(4)))

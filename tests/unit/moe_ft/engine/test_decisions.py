@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.background import EngineEvent, EventQueue
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.decisions import Decisions, Turn, Votes
+from moe_ft.engine.decisions import Decisions, EndVote, Votes
 from moe_ft.engine.snapshots.job import SnapshotState
 from tests.unit.moe_ft.engine.stand_ins import ManualClock
 
@@ -27,7 +27,7 @@ def make_votes() -> Votes:
         can_persist=True,
         is_protected=False,
         can_grow=True,
-        turn=Turn.WAIT,
+        turn=EndVote.WAIT,
         strategy=(11, 12),
         interval=(21,),
     )
@@ -67,7 +67,7 @@ class Rank:
     """A rank that decides alone."""
 
     def __init__(self, agreement: Any, stage: Any = None, clock: Clock | None = None) -> None:
-        self._reports = Reports()
+        self._reports = EventQueue()
         self.decisions = Decisions(agreement, stage, self._reports, clock or Clock())
 
     def pass_iteration(self, iteration: int, tokens: torch.Tensor | None = None) -> Any:
@@ -76,7 +76,7 @@ class Rank:
         self.decisions.begin(make_votes, iteration)
         return self.decisions.read(iteration)
 
-    def failures(self) -> Sequence[Report]:
+    def failures(self) -> Sequence[EngineEvent]:
         """Return what has failed since the last call."""
         return [report for report in self._reports.drain() if report.event == "degraded"]
 
@@ -90,7 +90,7 @@ def any_votes(num_strategy: int, num_interval: int) -> st.SearchStrategy[Votes]:
     return st.builds(
         Votes,
         state=st.sampled_from(SnapshotState),
-        turn=st.sampled_from(Turn),
+        turn=st.sampled_from(EndVote),
         strategy=st.tuples(*[NUMBERS] * num_strategy),
         interval=st.tuples(*[NUMBERS] * num_interval),
         **flags,

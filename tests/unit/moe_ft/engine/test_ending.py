@@ -4,8 +4,8 @@ from itertools import chain, repeat
 
 import pytest
 
-from moe_ft.engine.decisions import Turn
-from moe_ft.engine.ending import Ending, LastState, Progress, keep_last_state
+from moe_ft.engine.decisions import EndVote
+from moe_ft.engine.ending import Ending, EndProgress, LastState, keep_last_state
 from tests.unit.moe_ft.engine.stand_ins import ManualClock
 
 DEADLINE_S = 100.0
@@ -16,20 +16,20 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-def progress(turn: Turn, *, saved: bool = False, failed: bool = False) -> Progress:
-    return Progress(turn=turn, is_saved=saved, has_failed=failed, is_idle=not failed)
+def progress(turn: EndVote, *, saved: bool = False, failed: bool = False) -> EndProgress:
+    return EndProgress(turn=turn, is_saved=saved, has_failed=failed, is_idle=not failed)
 
 
 def test_state_whose_write_never_ends_is_given_up_at_the_deadline(clock: ManualClock) -> None:
-    def advance(turn: Turn) -> Progress:
-        return Progress(turn=turn, is_saved=False, has_failed=False, is_idle=False)
+    def advance(turn: EndVote) -> EndProgress:
+        return EndProgress(turn=turn, is_saved=False, has_failed=False, is_idle=False)
 
     assert not keep_last_state(advance, lambda: None, lambda: None, DEADLINE_S, clock)
     assert clock.now == pytest.approx(DEADLINE_S, abs=1.0)
 
 
 def test_try_waits_until_every_rank_has_paused(clock: ManualClock) -> None:
-    turns = chain([Turn.WAIT, Turn.WAIT, Turn.TRY], repeat(Turn.GIVE_UP))
+    turns = chain([EndVote.WAIT, EndVote.WAIT, EndVote.TRY], repeat(EndVote.GIVE_UP))
     started: list[float] = []
     keep_last_state(
         lambda turn: progress(next(turns)),

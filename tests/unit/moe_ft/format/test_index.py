@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.regions import UnitPool
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import decode, encode
 from moe_ft.format.entries import UnitEntry
@@ -250,9 +250,9 @@ def test_content_that_is_cut_off_is_found() -> None:
 
 
 @pytest.fixture
-def pooled(tmp_path: Path) -> tuple[Index, Pool]:
+def pooled(tmp_path: Path) -> tuple[Index, UnitPool]:
     """Return the index of a snapshot with a unit in a pool, and the pool."""
-    pool = Pool(tmp_path, 4 * 33, 2)
+    pool = UnitPool(tmp_path, 4 * 33, 2)
     pool.open()
     name, unit = put_in_slot(pool, 1, 0)
     index = make_window(length=1).index
@@ -260,7 +260,7 @@ def pooled(tmp_path: Path) -> tuple[Index, Pool]:
     return index, pool
 
 
-def test_versions_in_a_file_that_is_not_there_are_left_out(pooled: tuple[Index, Pool]) -> None:
+def test_versions_in_a_file_that_is_not_there_are_left_out(pooled: tuple[Index, UnitPool]) -> None:
     index, pool = pooled
     pool.mapping[pool.offset_of(1)] ^= 0x40
     check_units(index, contents_of(make_window(length=1).content), "a region")

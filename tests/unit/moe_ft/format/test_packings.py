@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from moe_ft.format.packings import (
     ALIGNMENT_BYTES,
+    PackedPiece,
     Packing,
-    Piece,
     pieces,
 )
 
@@ -31,7 +31,7 @@ def test_rounded_tensor_is_one_piece_of_the_shorter_type(
     packing: Packing, dtype: str, num_bytes: int
 ) -> None:
     (piece,) = pieces("F32", 129, packing)
-    assert piece == Piece("", dtype, 129, 0)
+    assert piece == PackedPiece("", dtype, 129, 0)
     assert piece.num_bytes == num_bytes
 
 
@@ -46,8 +46,8 @@ def test_scales_follow_their_numbers_one_for_each_begun_block(
     packing: Packing, dtype: str, count: int, num_scales: int, at: int
 ) -> None:
     numbers, scales = pieces("F32", count, packing)
-    assert numbers == Piece("", dtype, count, 0)
-    assert scales == Piece("scale", "F32", num_scales, at)
+    assert numbers == PackedPiece("", dtype, count, 0)
+    assert scales == PackedPiece("scale", "F32", num_scales, at)
     assert (numbers.num_bytes, scales.num_bytes) == (count, 4 * num_scales)
 
 
@@ -59,9 +59,9 @@ def test_split_masters_are_weights_remainders_and_a_bit_for_each(
     count: int, remainder_at: int, carry_at: int, carry_bytes: int
 ) -> None:
     assert pieces("F32", count, Packing.SPLIT) == (
-        Piece("weight", "BF16", count, 0),
-        Piece("remainder", "I16", count, remainder_at),
-        Piece("carry", "U8", carry_bytes, carry_at),
+        PackedPiece("weight", "BF16", count, 0),
+        PackedPiece("remainder", "I16", count, remainder_at),
+        PackedPiece("carry", "U8", carry_bytes, carry_at),
     )
 
 

@@ -14,7 +14,7 @@ from megatron.fault_tolerance.seams.megatron_loop import MegatronLoop
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.observability import ObservabilityConfig
 from moe_ft.config.strategy import StrategyConfig
-from moe_ft.engine.background import Report
+from moe_ft.engine.background import EngineEvent
 from moe_ft.events import EventLog, event_path, read_events
 from moe_ft.loop.checkpoints import Checkpoints, StateSeam
 from moe_ft.loop.faults import Faults
@@ -146,7 +146,7 @@ def test_report_of_a_thread_is_an_event_and_its_numbers_are_scalars(
     checkpoints: Checkpoints, event_log: EventLog, wandb: _Wandb
 ) -> None:
     fields = {"seconds": 0.5, "bytes": 7, "part": "persist"}
-    checkpoints._write_report(Report(event="snapshot", iteration=6, fields=fields))
+    checkpoints._write_report(EngineEvent(event="snapshot", iteration=6, fields=fields))
     assert last_event(event_log) == {"event": "snapshot", "iteration": 6, **fields}
     assert wandb.lines == [({"moe-ft/snapshot/seconds": 0.5, "moe-ft/snapshot/bytes": 7.0}, 6)]
 
@@ -160,7 +160,7 @@ def test_snapshot_is_logged_with_its_time_and_with_its_experts_if_loads_are(
         replace(DENSE, observability=observability), event_log, LoopState()
     )
     fields = {"bytes": 7, "experts": {"layer.0": [1]}}
-    checkpoints._write_report(Report(event="snapshot", iteration=6, fields=fields, time_s=5.5))
+    checkpoints._write_report(EngineEvent(event="snapshot", iteration=6, fields=fields, time_s=5.5))
     (line,) = read_events(event_path(event_log.directory, event_log.rank))
     assert (line["time"], line["bytes"], "experts" in line) == (5.5, 7, is_logged)
 

@@ -4,7 +4,8 @@ from collections.abc import Collection, Mapping
 
 from moe_ft.planning.couplings import Coupling
 from moe_ft.planning.recovery import Version
-from moe_ft.planning.remains import KeptRecord, PipelineLayout, Remains, SentLog
+from moe_ft.planning.remains import PipelineLayout, Remains
+from moe_ft.planning.scope import KeptRecord, SentLog
 from moe_ft.planning.tiers import MEMORY, STORAGE
 from tests.unit.moe_ft.builders import make_history
 

@@ -7,9 +7,10 @@ import pytest
 
 from moe_ft.format.identity import History
 from moe_ft.format.records import numbers_of
-from moe_ft.planning.local_recovery import LocalPlan, plan_local
+from moe_ft.planning.local_recovery import plan_local
 from moe_ft.planning.recovery import Plan, Version, plan_recovery, plan_to_keep
-from moe_ft.planning.remains import FoundLog, Place, Remains
+from moe_ft.planning.remains import FoundLog, Remains
+from moe_ft.planning.scope import Place
 from tests.unit.moe_ft.builders import make_history, make_record
 from tests.unit.moe_ft.planning.failures import STARTS, make_failure, make_pipelines, make_version
 
@@ -56,7 +57,7 @@ def failure(dead: Collection[int], window: tuple[int, int] = (END, END - BEGIN +
 
 def plan_of(
     versions: Sequence[Version], logs: Sequence[FoundLog], settings: str = SETTINGS
-) -> tuple[LocalPlan | None, str, list[Plan]]:
+) -> tuple[Plan | None, str, list[Plan]]:
     plans, _ = plan_recovery(versions, PIPELINES.node_of, [0, 1, 2])
     found, reason = plan_local(plans, versions, logs, PIPELINES, lambda given: given == settings)
     return found, reason, plans
@@ -104,7 +105,7 @@ def test_log_that_could_not_be_read_counts_as_lost_for_its_receiver_only() -> No
             plans, remains.versions, logs, PIPELINES, lambda given: True, unreadable=unreadable
         )
         assert found is not None, reason
-        (scope,) = found.scope.scopes
+        (scope,) = found.scopes
         assert scope.stages == stages
         assert all(each.place not in unreadable for each in scope.logs)
 
@@ -119,7 +120,7 @@ def test_record_that_could_not_be_read_is_taken_from_another_place() -> None:
             plans, remains.versions, logs, PIPELINES, lambda given: True, unreadable=unreadable
         )
         assert found is not None and found.iteration == NEWEST, reason
-        (scope,) = found.scope.scopes
+        (scope,) = found.scopes
         assert scope.stages == (1,)
         last = scope.records[1][-1]
         read.append((last.rank, last.iteration))
@@ -187,7 +188,7 @@ def test_iteration_that_ran_with_another_learning_rate_is_only_run_again_from_it
     ]
     plans, _ = plan_recovery(remains.versions, PIPELINES.node_of, [0, 1, 2])
 
-    def plan(given: str) -> tuple[LocalPlan | None, str]:
+    def plan(given: str) -> tuple[Plan | None, str]:
         return plan_local(
             plans,
             remains.versions,

@@ -1,4 +1,4 @@
-"""Layouts as planning sees them: boundaries, neighbours, segments."""
+"""Layouts as planning sees them: boundaries, neighbours, what joins stages."""
 
 import pytest
 
@@ -40,23 +40,6 @@ def test_ring_of_stages_has_two_links_for_each_stage_unless_it_has_one(
 def test_ranks_exchange_tensors_within_their_pipeline() -> None:
     link = StageLink(sender=1, receiver=0, direction=Direction.BACKWARD)
     assert list(make_pipelines(2, 3).wires(link)) == [(3, 0), (4, 1), (5, 2)]
-
-
-@pytest.mark.parametrize(
-    ("is_ring", "stages", "segments"),
-    [
-        (False, {0, 1, 3}, ((0, 1), (3,))),
-        (True, {0, 1, 3}, ((3, 0, 1),)),
-        (True, {0, 2}, ((0,), (2,))),
-        (False, {0, 1, 2, 3}, ((0, 1, 2, 3),)),
-        (True, {0, 1, 2, 3}, ((0, 1, 2, 3),)),
-        (True, set(), ()),
-    ],
-)
-def test_segments_are_the_longest_runs_of_neighbours(
-    is_ring: bool, stages: set[int], segments: tuple[tuple[int, ...], ...]
-) -> None:
-    assert make_pipelines(4, is_ring=is_ring).segments(frozenset(stages)) == segments
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from moe_ft.format.boundary import Direction
 from moe_ft.planning.recovery import Version
-from moe_ft.planning.remains import KeptRecord, PipelineLayout, Remains, SentLog, StageLink
+from moe_ft.planning.remains import PipelineLayout, Remains, StageLink
 from moe_ft.planning.restorable import Restorable
+from moe_ft.planning.scope import KeptRecord, SentLog
 from tests.unit.moe_ft.planning.failures import make_pipelines, make_version
 
 PIPELINES = make_pipelines(3, 2)

@@ -3,23 +3,23 @@
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from moe_ft.planning.local_recovery import LocalWay, search_way
 from moe_ft.planning.remains import PipelineLayout, Remains
-from moe_ft.planning.scope import ScopePlan, plan_scope
 from tests.unit.moe_ft.planning.failures import make_failure, make_pipelines, make_version
 
 NEWEST, BEGIN, END = 6, 3, 4  # the newest state of all; first and last iteration of the window
 
 
-def plan(remains: Remains, pipelines: PipelineLayout) -> ScopePlan:
-    decision = plan_scope(remains, pipelines)
-    assert decision.plan is not None, decision.reason
-    return decision.plan
+def plan(remains: Remains, pipelines: PipelineLayout) -> LocalWay:
+    found, why_not = search_way(remains, pipelines)
+    assert found is not None, why_not
+    return found
 
 
 def reason(remains: Remains, pipelines: PipelineLayout) -> str:
-    decision = plan_scope(remains, pipelines)
-    assert decision.plan is None
-    return decision.reason
+    found, why_not = search_way(remains, pipelines)
+    assert found is None
+    return why_not
 
 
 def healthy(
@@ -29,7 +29,7 @@ def healthy(
     return {rank: iteration for rank in range(len(pipelines.node_of)) if rank not in dead}
 
 
-def begins(found: ScopePlan) -> list[int]:
+def begins(found: LocalWay) -> list[int]:
     return [found.stages[stage].replay_from for stage in sorted(found.stages)]
 
 
@@ -66,7 +66,7 @@ def test_peers_restore_breakpoints_beside_a_whole_replica_of_the_dead_rank_and_n
     remains = make_failure(pipelines, healthy(pipelines, {2}))
     replica = make_version(2, NEWEST, node="node-2")
     found = plan(replace(remains, versions=[*remains.versions, replica]), pipelines)
-    assert found.num_replays == 0
+    assert found.worth == (NEWEST, 0)
     assert [each.version for each in found.stages[1].sources[2]] == [replica]
     assert [each.version.path for each in found.stages[1].sources[3]] == ["rank_3/6_1_0.json"]
 

@@ -5,8 +5,9 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.planning.remains import KeptRecord, PipelineLayout, Remains, SentLog
-from moe_ft.planning.scope import ScopePlan, plan_scope
+from moe_ft.planning.local_recovery import LocalWay, search_way
+from moe_ft.planning.remains import PipelineLayout, Remains
+from moe_ft.planning.scope import KeptRecord, SentLog
 from tests.unit.moe_ft.planning.failures import make_pipelines, make_version
 from tests.unit.moe_ft.planning.replays import best_choices, logs_needed, states_of
 
@@ -78,7 +79,7 @@ def failures(draw: st.DrawFn) -> tuple[PipelineLayout, Remains]:
     return pipelines, Remains(versions=versions, logs=logs, records=records)
 
 
-def begins(plan: ScopePlan) -> tuple[int, ...]:
+def begins(plan: LocalWay) -> tuple[int, ...]:
     return tuple(plan.stages[stage].replay_from for stage in sorted(plan.stages))
 
 
@@ -87,16 +88,16 @@ def test_plan_of_any_remains_is_the_best_of_all_choices(
     failure: tuple[PipelineLayout, Remains],
 ) -> None:
     pipelines, remains = failure
-    decision = plan_scope(remains, pipelines)
+    found, reason = search_way(remains, pipelines)
     best = best_choices(remains, pipelines)
     if best is None:
-        assert decision.plan is None
-        assert decision.reason
+        assert found is None
+        assert reason
     else:
         target, choices = best
-        assert decision.plan is not None, decision.reason
-        assert decision.plan.target == target
-        assert choices == [begins(decision.plan)], "there are no ties"
+        assert found is not None, reason
+        assert found.target == target
+        assert choices == [begins(found)], "there are no ties"
 
 
 @given(failures(), st.randoms(use_true_random=False))
@@ -113,7 +114,7 @@ def test_plan_of_the_same_remains_in_any_order_is_the_same(
         logs=shuffled(list(remains.logs)),
         records=shuffled(list(remains.records)),
     )
-    assert plan_scope(remains, pipelines) == plan_scope(other, pipelines)
+    assert search_way(remains, pipelines) == search_way(other, pipelines)
 
 
 @given(failures())
@@ -121,7 +122,7 @@ def test_plan_names_only_states_logs_and_records_that_are_there(
     failure: tuple[PipelineLayout, Remains],
 ) -> None:
     pipelines, remains = failure
-    plan = plan_scope(remains, pipelines).plan
+    plan, _ = search_way(remains, pipelines)
     if plan is None:
         return
     for stage, way in plan.stages.items():
@@ -147,7 +148,7 @@ def test_plan_names_every_log_and_record_that_its_replays_read(
     failure: tuple[PipelineLayout, Remains],
 ) -> None:
     pipelines, remains = failure
-    plan = plan_scope(remains, pipelines).plan
+    plan, _ = search_way(remains, pipelines)
     if plan is None:
         return
     logs = [log for scope in plan.scopes for log in scope.logs]
@@ -168,7 +169,7 @@ def test_stages_outside_of_every_scope_have_the_target_and_all_others_are_in_one
     failure: tuple[PipelineLayout, Remains],
 ) -> None:
     pipelines, remains = failure
-    plan = plan_scope(remains, pipelines).plan
+    plan, _ = search_way(remains, pipelines)
     if plan is None:
         return
     inside = [stage for scope in plan.scopes for stage in scope.stages]
@@ -190,7 +191,7 @@ def test_scopes_have_no_link_and_no_coupling_with_each_other(
     failure: tuple[PipelineLayout, Remains],
 ) -> None:
     pipelines, remains = failure
-    plan = plan_scope(remains, pipelines).plan
+    plan, _ = search_way(remains, pipelines)
     if plan is None:
         return
     scope_of = {stage: number for number, scope in enumerate(plan.scopes) for stage in scope.stages}

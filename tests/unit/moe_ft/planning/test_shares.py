@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan, Source, Version, plan_recovery, plan_to_keep
 from moe_ft.planning.shares import Common, Packer, Share, Unpacker, share_out, take_share
 from tests.unit.moe_ft.planning.test_local_recovery import PIPELINES, failure, found_logs, plan_of
@@ -38,8 +37,7 @@ def check_shares(
         assert own.elsewhere.get(rank, ()) == (plan.elsewhere[rank] if needs_elsewhere else ())
         assert own.basis == plan.basis and own.version == plan.version
         bare = replace(plan, stages={}, elsewhere={}, noted=plan.basis)
-        if not isinstance(bare, LocalPlan):
-            assert replace(own, stages={}, elsewhere={}) == bare
+        assert replace(own, stages={}, elsewhere={}) == bare
         assert [(each.target, each.replay_from) for each in own.stages.values()] == [
             (each.target, each.replay_from) for each in plan.stages.values()
         ]
@@ -92,8 +90,8 @@ def test_rank_that_recovers_alone_gets_its_logs_and_the_records_that_answer(
     common = COMMON.decode(msgspec.msgpack.encode(common))
     for rank, node in enumerate(PIPELINES.node_of):
         own, _ = take_share(common, SHARE.decode(shares[rank]), rank=rank, stage=rank, node=node)
-        assert isinstance(own, LocalPlan)
-        for scope, whole in zip(own.scope.scopes, plan.scope.scopes, strict=True):
+        assert own.is_local
+        for scope, whole in zip(own.scopes, plan.scopes, strict=True):
             mine = tuple(each for each in whole.logs if each.receiver == rank)
             assert scope.logs == mine
             assert bool(mine) == (rank == 1)

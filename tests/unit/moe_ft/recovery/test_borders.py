@@ -12,10 +12,9 @@ from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.links.transport import Connection
 from moe_ft.engine.memory.job_directory import own_directory
 from moe_ft.format.boundary import Direction
-from moe_ft.planning.local_recovery import LocalPlan
-from moe_ft.planning.recovery import Source, StagePlan, Version
-from moe_ft.planning.remains import KeptRecord, PipelineLayout, Place, SentLog
-from moe_ft.planning.scope import Scope, ScopePlan
+from moe_ft.planning.recovery import Plan, Source, StagePlan, Version
+from moe_ft.planning.remains import PipelineLayout
+from moe_ft.planning.scope import KeptRecord, Place, Scope, SentLog
 from moe_ft.planning.tiers import MEMORY
 from moe_ft.recovery.borders import Borders, read_borders
 from moe_ft.recovery.meet import Met
@@ -81,22 +80,20 @@ class Job:
             )
             for iteration in (5, 6)
         ]
-        scope = Scope(
-            segments=((stage,),), replay_from=5, logs=tuple(logs), records={stage: tuple(records)}
-        )
+        scope = Scope(stages=(stage,), logs=tuple(logs), records={stage: tuple(records)})
         source = Source(tier=MEMORY, version=self.version)
         stages = {
             each: StagePlan(target=TARGET, replay_from=5, sources={each: (source,)})
             for each in (0, 1)
         }
-        plan = LocalPlan(
+        plan = Plan(
             iteration=TARGET,
             lineage="run-a",
             history=HISTORY,
             start=HISTORY[-1],
             stages=stages,
             elsewhere={0: (source,)},
-            scope=ScopePlan(target=TARGET, stages=stages, scopes=(scope,)),
+            scopes=(scope,),
         )
         return read_borders(plan, self.met, self.readers)
 

@@ -12,9 +12,7 @@ import pytest
 from moe_ft.engine.agreement import Agreement
 from moe_ft.engine.persist.storage_lock import LOCK_NAME
 from moe_ft.errors import CorruptStateError, UnrecoverableError
-from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan
-from moe_ft.planning.scope import ScopePlan
 from moe_ft.recovery import start as phases
 from moe_ft.recovery.checkpointing import Checkpointing, note_failure
 from moe_ft.recovery.failures import Attempt, read_attempts
@@ -75,9 +73,7 @@ def test_rejected_results_are_one_failure_whatever_the_words(met: Met, plan: Pla
 def test_failure_of_a_replay_for_its_logs_is_noted_against_the_local_recovery_alone(
     met: Met, plan: Plan, error: Exception, noted: list[bool]
 ) -> None:
-    fields = {each.name: getattr(plan, each.name) for each in dataclasses.fields(Plan)}
-    scope = ScopePlan(target=plan.iteration, stages=plan.stages, scopes=())
-    note_failure(met, LocalPlan(**fields, scope=scope), "iteration 8", error)
+    note_failure(met, dataclasses.replace(plan, scopes=()), "iteration 8", error)
     assert [each.is_local for each in read_attempts(met.site.node_dir)] == noted
 
 

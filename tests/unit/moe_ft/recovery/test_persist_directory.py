@@ -14,8 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from moe_ft.config.config import MemoryConfig, MoeFtConfig, StorageConfig
 from moe_ft.engine.persist import storage_lock
-from moe_ft.engine.persist.origin import Origin
-from moe_ft.engine.persist.storage_lock import LOCK_NAME, SeenLock, StorageLock
+from moe_ft.engine.persist.storage_lock import LOCK_NAME, Origin, SeenLock, StorageLock
 from moe_ft.errors import ConfigError, LockLostError, StorageAwayError
 from moe_ft.files.storage import Storage
 from moe_ft.launches import Launch

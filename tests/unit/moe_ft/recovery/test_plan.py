@@ -10,9 +10,9 @@ import pytest
 from moe_ft.errors import ConfigError
 from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.couplings import SharedWeights, report_couplings
-from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan, Rejection
-from moe_ft.planning.remains import Place, place_of
+from moe_ft.planning.remains import place_of
+from moe_ft.planning.scope import Place
 from moe_ft.recovery import plan as phase
 from moe_ft.recovery.inventory import Inventory
 from moe_ft.recovery.look import Found
@@ -96,14 +96,14 @@ def found() -> Found:
     return Found(inventory=inventory, wish=wish(), failed={})
 
 
-def first_of(candidates: Candidates) -> LocalPlan:
+def first_of(candidates: Candidates) -> Plan:
     first = candidates.choice.plans[0]
-    assert isinstance(first, LocalPlan)
+    assert first.is_local
     return first
 
 
 def log_of(candidates: Candidates, sender: int, iteration: int) -> Place:
-    (scope,) = first_of(candidates).scope.scopes
+    (scope,) = first_of(candidates).scopes
     return next(
         each.place for each in scope.logs if (each.sender, each.iteration) == (sender, iteration)
     )
@@ -151,7 +151,7 @@ def test_log_that_a_rank_cannot_read_is_left_out_of_a_new_plan_with_more_stages(
     unreadable = [log_of(before, 0, 4)]
     known, again = without(unreadable, found, before, met)
     assert known.unreadable == {*unreadable}
-    assert [each.stages for each in first_of(again).scope.scopes] == [(0, 1)]
+    assert [each.stages for each in first_of(again).scopes] == [(0, 1)]
     assert again.blocked_by == "", "the target is the same"
     _, of_all = without([log_of(again, 2, 4)], known, again, met)
     assert kinds(of_all) == [(END, False)], "no stage is left"
@@ -169,7 +169,7 @@ def test_stage_whose_breakpoint_cannot_be_read_recovers_with_the_dead_one(
     known, again = without([breakpoint_of(found, 0)], found, phase.plan(found, met), met)
     first = first_of(again)
     assert first.iteration == NEWEST
-    assert [each.stages for each in first.scope.scopes] == [(0, 1)]
+    assert [each.stages for each in first.scopes] == [(0, 1)]
     assert all(
         place_of(source.version) not in known.unreadable
         for rank in range(3)
@@ -188,7 +188,7 @@ def test_damage_to_the_state_of_all_stages_leaves_those_alone_that_are_not_damag
     assert kinds(before) == [(NEWEST, False), (END, False)]
     _, again = without([breakpoint_of(found, 1)], found, before, met)
     assert kinds(again) == [(NEWEST, True), (END, False)]
-    assert [each.stages for each in first_of(again).scope.scopes] == [(1,)]
+    assert [each.stages for each in first_of(again).scopes] == [(1,)]
 
 
 def test_job_whose_stages_share_weights_says_so_where_all_of_them_run_iterations_again(

@@ -1,6 +1,5 @@
 """Handover of a recovered state to the engine: windows that only peers have, and peers without it."""
 
-import dataclasses
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +10,14 @@ import pytest
 
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index
-from moe_ft.planning.local_recovery import LocalPlan
 from moe_ft.planning.recovery import Plan, Source, StagePlan, Version
-from moe_ft.planning.scope import ScopePlan
 from moe_ft.planning.tiers import MEMORY, PEER, STORAGE, Tier
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.protect import hand_over
 from moe_ft.recovery.readers import FetchedUnit
 from moe_ft.recovery.restore import Restored
 from moe_ft.strategies.dense import DenseStrategy
+from moe_ft.strategies.interface import Rotation
 from moe_ft.topology import RankInfo
 from moe_ft.units import parse_unit
 from tests.unit.moe_ft.builders import FRESH, make_history, make_window
@@ -104,7 +102,7 @@ def hand(
     sources: list[Source],
     state: Fetched | None = None,
     *,
-    saves_all: bool = True,
+    rotates: bool = False,
     kept: list[Source] | None = None,
     plan: Plan | None = None,
 ) -> Any:
@@ -119,7 +117,7 @@ def hand(
         loss=None,
         kept=plan if kept is None else plan_of(kept),
     )
-    used = SimpleNamespace(rotating=frozenset(), saves_all=saves_all)
+    used = SimpleNamespace(rotation=Rotation(is_empty=not rotates))
     return hand_over(restored, used, Path("/memory/a"), 0, PEERS)  # type: ignore[arg-type]
 
 
@@ -184,8 +182,7 @@ def test_breakpoints_stay_after_a_local_recovery_also_where_a_rank_has_read_snap
     """No rank has a snapshot of its target."""
     of_all = plan_of([OWN, AT_2])
     assert not hand([OWN, AT_2], fetched(origin=OWN), plan=of_all).needs_breakpoint
-    fields = {each.name: getattr(of_all, each.name) for each in dataclasses.fields(Plan)}
-    local = LocalPlan(**fields, scope=ScopePlan(target=7, stages=of_all.stages, scopes=()))
+    local = replace(of_all, scopes=())
     assert hand([OWN, AT_2], fetched(origin=OWN), plan=local).needs_breakpoint
 
 
@@ -197,7 +194,7 @@ def test_breakpoints_stay_if_one_is_all_that_a_rank_has() -> None:
 
 
 def test_nothing_is_brought_back_where_a_state_is_in_more_than_a_region() -> None:
-    told = hand([AT_2], saves_all=False)
+    told = hand([AT_2], rotates=True)
     assert (told.window, told.peers_without) == (None, frozenset())
 
 

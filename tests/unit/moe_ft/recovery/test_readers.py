@@ -15,8 +15,7 @@ from moe_ft.engine.links.messages import GetParts
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import own_directory
-from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.regions import Region, UnitPool
 from moe_ft.errors import CorruptStateError
 from moe_ft.files.storage import Storage
 from moe_ft.format.encoding import encode
@@ -144,10 +143,10 @@ def test_version_that_is_said_to_be_of_the_other_level_is_refused(
 # Units in another file than the index's own
 
 
-def pooled(tmp_path: Path) -> tuple[Region, Pool, str]:
+def pooled(tmp_path: Path) -> tuple[Region, UnitPool, str]:
     """Return a region whose index names a version in the pool of its directory."""
     directory = own_directory(tmp_path / "node", 0)
-    pool = Pool(directory, 4 * 33, 2)
+    pool = UnitPool(directory, 4 * 33, 2)
     pool.open()
     region, index = fill_region(directory)
     name, unit = put_in_slot(pool, 1, 0)

@@ -54,7 +54,6 @@ def test_without_a_checkpoint_of_this_layout_everything_is_written_again(
     ]
     (plan,), _ = plans_of(versions)
     met: Any = SimpleNamespace(
-        strategy=SimpleNamespace(saves_all=False),
         site=SimpleNamespace(rank=0),
         config=MoeFtConfig(recovery=RecoveryConfig(layout=flag)),
     )

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ft.engine.memory.job_directory import own_directory
-from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.memory.regions import UnitPool
 from moe_ft.format.encoding import encode
 from moe_ft.format.entries import ParameterEntry
 from moe_ft.format.identity import Identity
@@ -25,6 +25,7 @@ from moe_ft.recovery.left import Copy
 from moe_ft.recovery.readers import MemoryReader, Readers
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
+from moe_ft.strategies.interface import Rotation
 from tests.unit.moe_ft.builders import fill_region, make_identity, put_in_slot, rotating_unit
 from tests.unit.moe_ft.together import run_together
 
@@ -61,7 +62,7 @@ class Rank:
     def __init__(self, tmp_path: Path, number: int = 0) -> None:
         self.node_dir, self.number = tmp_path, number
         self.directory = own_directory(tmp_path, number)
-        self.pool = Pool(self.directory, 4 * 33, 20)
+        self.pool = UnitPool(self.directory, 4 * 33, 20)
         self.pool.open()
         self.sources: list[Source] = []
         self.readers = Readers(lambda source: MemoryReader(tmp_path / source.version.path))
@@ -112,7 +113,9 @@ class Rank:
         """Agree with other ranks, and read; again without what some rank cannot read."""
         met: Any = SimpleNamespace(
             site=SimpleNamespace(rank=self.number),
-            strategy=SimpleNamespace(always=(), rotating=frozenset(UNITS), saves_all=False),
+            strategy=SimpleNamespace(
+                always=(), rotation=Rotation(units=frozenset(UNITS), is_empty=False)
+            ),
             live=SimpleNamespace(catalog=catalog()),
             ranks=SimpleNamespace(stage=SimpleNamespace(gather=gather)),
         )
@@ -124,6 +127,7 @@ class Rank:
             ][:1],
             elsewhere={self.number: self.sources},
             is_other_layout=False,
+            is_local=False,
             start=SimpleNamespace(number=wanted[0]),
             iteration=wanted[1],
         )

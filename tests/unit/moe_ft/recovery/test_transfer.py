@@ -29,6 +29,7 @@ from moe_ft.recovery.overview import Overview, in_order, look_at_share
 from moe_ft.recovery.readers import Readers, StateReader
 from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
+from moe_ft.strategies.interface import Rotation
 from moe_ft.topology import RankInfo, Topology
 from moe_ft.units import Level, UnitId, UnitKind
 from tests.unit.moe_ft.builders import (
@@ -229,8 +230,9 @@ def fetch(monkeypatch: pytest.MonkeyPatch) -> Fetch:
             site=SimpleNamespace(rank=0, node="n", topology=topology),
             strategy=SimpleNamespace(
                 always=UNITS[:1] if rotates else UNITS,
-                rotating=frozenset(UNITS[1:] if rotates else ()),
-                saves_all=not rotates,
+                rotation=Rotation(
+                    units=frozenset(UNITS[1:] if rotates else ()), is_empty=not rotates
+                ),
             ),
             live=SimpleNamespace(
                 catalog=UnitCatalog(parameters, leaves_out_frozen=False),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moe_ft.errors import SnapshotError
-from moe_ft.store.extents import Extent, Reason, SizeClass, Store, Versions
+from moe_ft.store.extents import Extent, Reason, SizeClass, Store, TargetVersions
 
 WINDOW, UNIT = SizeClass.WINDOW, SizeClass.UNIT
 
@@ -175,7 +175,7 @@ class Targets(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.versions: Versions[int, str, int] = Versions()
+        self.versions: TargetVersions[int, str, int] = TargetVersions()
         self.held: dict[int, dict[str, int]] = {0: {}, 1: {}}
         self.own: dict[str, int] = {}
 

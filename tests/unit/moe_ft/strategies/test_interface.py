@@ -116,8 +116,8 @@ class Run:
             *(strategy.plan_persist(is_whole=is_whole).units for is_whole in (False, True)),
             [strategy.is_whole(iteration) for iteration in range(self.iteration + 2)],
             strategy.values(),
-            (list(strategy.always), strategy.rotating, strategy.most_rotating),
-            (strategy.saves_all, strategy.counted_layers, strategy.memory_margin),
+            (list(strategy.always), strategy.rotation.units, strategy.most_rotating),
+            (strategy.rotation.is_empty, strategy.counted_layers, strategy.memory_margin),
         ]
 
 
@@ -183,12 +183,12 @@ def test_what_always_and_rotating_leave_out_is_nothing(
     kind: StrategyKind, options: ConfigPart | None
 ) -> None:
     strategy = build(kind, options)
-    held = [*strategy.always, *strategy.rotating]
+    held = [*strategy.always, *strategy.rotation.units]
     assert len(held) == len(set(held))
     assert {(unit.kind, unit.layer, unit.expert) for unit in held} == {
         (unit.kind, unit.layer, unit.expert) for unit in CATALOG.units
     }
-    assert strategy.saves_all == (not strategy.rotating)
+    assert strategy.rotation.is_empty == (not strategy.rotation.units)
 
 
 @pytest.mark.parametrize(("kind", "options"), STRATEGIES)

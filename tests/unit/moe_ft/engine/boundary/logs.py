@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.background import EngineEvent, EventQueue
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.boundary.reading import LoggedIteration, NeighbourLog, open_slot
 from moe_ft.engine.memory.job_directory import indexes_in
@@ -58,7 +58,7 @@ class SmallLog:
         self.slots = [BoundarySlot(directory, number, size) for number in range(num_slots)]
         for slot in self.slots:
             slot.open()
-        self.worker, self.reports = ManualWorker(is_eager=False), Reports()
+        self.worker, self.reports = ManualWorker(is_eager=False), EventQueue()
         identity = make_identity(world_size=3)
         header = header_bytes(TRAFFIC.num_sends(STAGE))
         self.log = BoundaryLog(
@@ -95,7 +95,7 @@ class SmallLog:
         return [each.iteration for each in found]
 
 
-def _reason(report: Report) -> str:
+def _reason(report: EngineEvent) -> str:
     assert (report.event, report.fields["part"]) == ("degraded", "boundary-log")
     reason: str = report.fields["reason"]
     return reason

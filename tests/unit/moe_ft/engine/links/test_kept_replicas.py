@@ -13,16 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import EventQueue
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.messages import Put, Reply, receive_header, send
-from moe_ft.engine.links.peers import PeerReplicator, Replica
-from moe_ft.engine.links.tcp import TcpConnection
-from moe_ft.engine.links.transport import Deadline
-from moe_ft.engine.memory.pool import Pool
+from moe_ft.engine.links.messages import PeerReply, Put, receive_header, send
+from moe_ft.engine.links.peers import OutgoingReplica, PeerReplicator
+from moe_ft.engine.links.transport import Deadline, TcpConnection
 from moe_ft.engine.memory.rank_memory import ReplicaMemory
 from moe_ft.engine.memory.region_stores import ReplicaStore
-from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.regions import Region, UnitPool
 from moe_ft.errors import CorruptStateError
 from moe_ft.faults import Phase
 from moe_ft.format.encoding import decode, encode
@@ -59,7 +57,7 @@ class Sender:
 
     def __init__(self, directory: Path) -> None:
         self.peer = Peer(directory, WINDOW_FILE_BYTES)
-        self.reports = Reports()
+        self.reports = EventQueue()
         self.fails_at: set[int] = set()  # iterations at which sending breaks off in the middle
         self.replicator = PeerReplicator([self.peer.info], TOKEN, self.reports, self._hook, Clock())
         self.pair = self.replicator._pairs[HOLDER]
@@ -75,14 +73,14 @@ class Sender:
 
     def replica(
         self, window: WindowState, position: int, *, keep: int | None, region: int = 0
-    ) -> Replica:
+    ) -> OutgoingReplica:
         """Have a snapshot of a window committed, and return what peers are to get of it."""
         own = self.regions[region]
         start, end = window.stretch(position)
         own.mapping[start:end] = window.content[start:end]
         index = msgspec.structs.replace(window.up_to(position + 1), file=own.data_path.name)
         own.commit(encode(index), index.iteration)
-        return Replica(
+        return OutgoingReplica(
             region=own,
             pool=None,
             index=index,
@@ -97,7 +95,7 @@ class Sender:
         """Send a snapshot, whatever failed before; return whether the peer has it."""
         return self.send_replica(self.replica(window, position, keep=keep, region=region))
 
-    def send_replica(self, replica: Replica) -> bool:
+    def send_replica(self, replica: OutgoingReplica) -> bool:
         """Send what may be spoiled; return whether the peer has it."""
         self.pair.retry_s = 0.0
         has_arrived = self.replicator.replicate(replica)
@@ -232,7 +230,7 @@ def test_replica_with_the_index_of_another_rank_is_refused_and_the_connection_co
             connection.send(index, deadline)
             connection.send(data, deadline)
             reply = receive_header(connection, deadline)
-            errors.append(msgspec.json.decode(reply, type=Reply).error)
+            errors.append(msgspec.json.decode(reply, type=PeerReply).error)
     assert errors == [f"an index of rank {SOURCE + 1} in a replica of rank {SOURCE}", ""]
     assert sender.found() == {5: 1}
 
@@ -243,7 +241,7 @@ def test_replica_of_a_negative_size_is_refused(sender: Sender, field: str) -> No
     with closing(TcpConnection(sender.peer.connect_raw())) as connection:
         send(connection, request, Deadline(DEADLINE_S))
         reply = receive_header(connection, Deadline(DEADLINE_S))
-    assert f"`$.{field}`" in msgspec.json.decode(reply, type=Reply).error
+    assert f"`$.{field}`" in msgspec.json.decode(reply, type=PeerReply).error
 
 
 def test_replica_that_trickles_is_given_up(sender: Sender, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +287,8 @@ def family_of_region(region: Region) -> Family:
 
 
 @pytest.fixture
-def reports() -> Reports:
-    return Reports()
+def reports() -> EventQueue:
+    return EventQueue()
 
 
 SLOT_ELEMENTS = 33
@@ -299,7 +297,7 @@ SLOT_ELEMENTS = 33
 class PoolSender:
     """A rank with a pool, and a peer that keeps replicas of it."""
 
-    def __init__(self, tmp_path: Path, reports: Reports) -> None:
+    def __init__(self, tmp_path: Path, reports: EventQueue) -> None:
         self.tmp_path = tmp_path
         self.peer = Peer(tmp_path)
         directory = self.peer.regions[0].directory
@@ -310,7 +308,7 @@ class PoolSender:
         self.sent: list[tuple[str, ...]] = []
         put = self.connection.put
 
-        def record(replica: Replica, slots: Sequence[str], *rest: Any) -> Reply:
+        def record(replica: OutgoingReplica, slots: Sequence[str], *rest: Any) -> PeerReply:
             self.sent.append(tuple(sorted(slots)))
             return put(replica, slots, *rest)
 
@@ -321,9 +319,9 @@ class PoolSender:
         memory = ReplicaMemory(regions=tuple(self.peer.regions), pool=self.replica)
         self.peer.keep({SOURCE: memory})
 
-    def make_pool(self, directory: Path, num_slots: int = 6) -> Pool:
+    def make_pool(self, directory: Path, num_slots: int = 6) -> UnitPool:
         """Return an open pool."""
-        pool = Pool(directory, 4 * SLOT_ELEMENTS, num_slots)
+        pool = UnitPool(directory, 4 * SLOT_ELEMENTS, num_slots)
         pool.open()
         return pool
 
@@ -357,7 +355,7 @@ class PoolSender:
 
 
 @pytest.fixture
-def pooled(tmp_path: Path, reports: Reports) -> Iterator[PoolSender]:
+def pooled(tmp_path: Path, reports: EventQueue) -> Iterator[PoolSender]:
     pooled = PoolSender(tmp_path, reports)
     yield pooled
     pooled.close()
@@ -384,7 +382,7 @@ def test_versions_that_are_carried_over_stay_and_the_index_goes_that_names_what_
 
 
 def test_replica_without_room_besides_what_must_be_kept_is_refused(
-    pooled: PoolSender, reports: Reports
+    pooled: PoolSender, reports: EventQueue
 ) -> None:
     assert pooled.send(1, {slot: (slot, 1) for slot in range(4)})
     assert not pooled.send(2, {slot: (slot, 2) for slot in range(4)}, keep=1)
@@ -439,7 +437,7 @@ def test_version_that_is_kept_elsewhere_stays_there_and_is_not_overwritten(
     assert pooled.replica.mapping[:first] == before[:first]
 
 
-def test_version_that_is_corrupt_is_refused(pooled: PoolSender, reports: Reports) -> None:
+def test_version_that_is_corrupt_is_refused(pooled: PoolSender, reports: EventQueue) -> None:
     region, index = own_state(pooled.tmp_path, 5)
     name, unit = put_in_slot(pooled.pool, 0, 0)
     index = add_units(region, index, {name: unit})

@@ -11,7 +11,7 @@ import pytest
 
 from moe_ft.engine.links.messages import (
     REPLY,
-    Reply,
+    PeerReply,
     answer_challenge,
     challenge_client,
     pass_over,
@@ -20,8 +20,7 @@ from moe_ft.engine.links.messages import (
     receive_header,
     send,
 )
-from moe_ft.engine.links.tcp import TcpConnection
-from moe_ft.engine.links.transport import Deadline
+from moe_ft.engine.links.transport import Deadline, TcpConnection
 
 Pair = tuple[TcpConnection, TcpConnection]
 
@@ -40,9 +39,9 @@ def far() -> Deadline:
 
 def test_content_that_nobody_wants_is_passed_over(pair: Pair) -> None:
     pair[0].send(b"unwanted", far())
-    send(pair[0], Reply(), far())
+    send(pair[0], PeerReply(), far())
     pass_over(pair[1], len(b"unwanted"), far())
-    assert REPLY.decode(receive_header(pair[1], far())) == Reply()
+    assert REPLY.decode(receive_header(pair[1], far())) == PeerReply()
 
 
 def test_connection_that_is_closed_in_the_middle_is_an_error(pair: Pair) -> None:

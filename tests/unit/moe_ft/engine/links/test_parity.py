@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import EventQueue
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links.peers import PeerReplicator
 from moe_ft.engine.links.server import PeerServer
@@ -38,7 +38,7 @@ class Holder:
         self.server = PeerServer(folder, HOST)
         self.server.start()
         self.server.admit(TOKEN)
-        self.reports = Reports()
+        self.reports = EventQueue()
         self.server.keep({}, self.reports, self.store)
         address = self.server.address
         info = RankInfo(rank=HOLDER, node="b", stage=0, pid=1, address=address, region_bytes=SIZE)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.background import EngineEvent, EventQueue
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.messages import Reply, receive_header, send
-from moe_ft.engine.links.peers import PeerConnection, PeerReplicator, Replica
-from moe_ft.engine.links.tcp import TcpConnection
-from moe_ft.engine.links.transport import Deadline
+from moe_ft.engine.links.messages import PeerReply, receive_header, send
+from moe_ft.engine.links.peers import OutgoingReplica, PeerConnection, PeerReplicator
+from moe_ft.engine.links.transport import Deadline, TcpConnection
 from moe_ft.engine.memory.regions import Region
 from moe_ft.errors import CorruptStateError
 from moe_ft.format.index import Index
@@ -48,18 +47,18 @@ from tests.waiting import wait_for
 
 
 @pytest.fixture
-def reports() -> Reports:
-    return Reports()
+def reports() -> EventQueue:
+    return EventQueue()
 
 
 @pytest.fixture
-def replicator(peer: Peer, reports: Reports) -> Iterator[PeerReplicator]:
+def replicator(peer: Peer, reports: EventQueue) -> Iterator[PeerReplicator]:
     replicator = PeerReplicator([peer.info], TOKEN, reports, no_fault, Clock())
     yield replicator
     replicator.close()
 
 
-def only(reports: Reports) -> Report:
+def only(reports: EventQueue) -> EngineEvent:
     (report,) = reports.drain()
     return report
 
@@ -73,7 +72,7 @@ def spoil_data(region: Region, index: Index) -> Index:
 
 
 def test_replica_with_a_wrong_token_is_refused_and_nothing_kept(
-    tmp_path: Path, peer: Peer, reports: Reports
+    tmp_path: Path, peer: Peer, reports: EventQueue
 ) -> None:
     region, index = own_state(tmp_path, 5)
     replicator = PeerReplicator([peer.info], "another token", reports, no_fault, Clock())
@@ -127,7 +126,7 @@ def test_peer_that_reads_a_trickle_is_given_up(
 
 
 def test_peer_that_is_gone_is_tried_less_and_less_often(
-    tmp_path: Path, peer: Peer, replicator: PeerReplicator, reports: Reports
+    tmp_path: Path, peer: Peer, replicator: PeerReplicator, reports: EventQueue
 ) -> None:
     peer.server.close()
     region, index = own_state(tmp_path, 5)
@@ -142,7 +141,7 @@ def test_peer_that_is_gone_is_tried_less_and_less_often(
 
 
 def test_peer_that_does_not_say_a_word_is_given_up(
-    tmp_path: Path, peer: Peer, reports: Reports, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, peer: Peer, reports: EventQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe_ft.engine.links.peers.PROGRESS_TIMEOUT_S", 0.2)
     region, index = own_state(tmp_path, 5)
@@ -178,7 +177,7 @@ def test_peer_that_lets_in_and_does_not_read_is_given_up_after_a_time_without_pr
 def test_peer_that_takes_no_more_strangers_is_tried_until_it_does() -> None:
     def serve(connection: socket.socket) -> None:
         receive_header(TcpConnection(connection), Deadline(DEADLINE_S))
-        send(TcpConnection(connection), Reply(num_bytes=2), Deadline(DEADLINE_S))
+        send(TcpConnection(connection), PeerReply(num_bytes=2), Deadline(DEADLINE_S))
         TcpConnection(connection).send(b"ok", Deadline(DEADLINE_S))
 
     with (
@@ -194,7 +193,7 @@ def test_peer_that_sends_a_trickle_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
     def trickle(connection: socket.socket) -> None:
         receive_header(TcpConnection(connection), Deadline(DEADLINE_S))
-        send(TcpConnection(connection), Reply(num_bytes=1 << 20), Deadline(DEADLINE_S))
+        send(TcpConnection(connection), PeerReply(num_bytes=1 << 20), Deadline(DEADLINE_S))
         while not is_over.wait(0.02):
             connection.send(b"x")
 
@@ -245,10 +244,10 @@ def test_snapshot_that_is_not_for_peers_is_complete_without_them(
     assert recorder.replicas == []
 
 
-def recovered(sending: Trainer) -> Replica:
+def recovered(sending: Trainer) -> OutgoingReplica:
     """Return what peers are to get that a recovery has left."""
     window = make_window(first_iteration=FIRST_ITERATION - LENGTH)
-    return Replica(
+    return OutgoingReplica(
         region=sending.regions[1],
         pool=None,
         index=window.index,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.background import Reports, ThreadWorker
+from moe_ft.engine.background import EventQueue, ThreadWorker
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.peers import Replica
+from moe_ft.engine.links.peers import OutgoingReplica
 from moe_ft.engine.links.sender import ReplicaSender
 from tests.unit.moe_ft.builders import make_window
 
@@ -30,7 +30,7 @@ class Peers:
         self.ranks, self.sent = ranks, list[tuple[int, set[int]]]()
         self.away, self.lacking = set[int](), set[int]()
 
-    def replicate(self, replica: Replica) -> bool:
+    def replicate(self, replica: OutgoingReplica) -> bool:
         """Take a replica."""
         assert replica.keep_iteration is None or replica.peers is None
         peers = set(self.ranks if replica.peers is None else replica.peers)
@@ -50,13 +50,13 @@ class Rank:
         self.peers = Peers(ranks)
         self.worker = ThreadWorker("replicate")
         replicator: Any = self.peers
-        self.sender = ReplicaSender(replicator, Reports(), self.worker, Clock(), ranks)
+        self.sender = ReplicaSender(replicator, EventQueue(), self.worker, Clock(), ranks)
         self.sender.start()
 
-    def replica(self, iteration: int) -> Replica:
+    def replica(self, iteration: int) -> OutgoingReplica:
         """Return a window of one snapshot."""
         index = make_window(first_iteration=iteration, length=1).index
-        return Replica(
+        return OutgoingReplica(
             region=None,  # type: ignore[arg-type]
             pool=None,
             index=index,

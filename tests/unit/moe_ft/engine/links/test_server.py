@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from moe_ft.engine.background import Report, Reports
+from moe_ft.engine.background import EngineEvent, EventQueue
 from moe_ft.engine.links.listener import PeerListener
 from moe_ft.engine.links.messages import Get, send
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.server import PeerServer
-from moe_ft.engine.links.tcp import TcpConnection
-from moe_ft.engine.links.transport import Connection, Deadline
+from moe_ft.engine.links.transport import Connection, Deadline, TcpConnection
 from tests.unit.moe_ft.engine.links.conftest import PATIENCE_S
 from tests.unit.moe_ft.peer import (
     DEADLINE_S,
@@ -131,12 +130,12 @@ def test_server_that_has_no_token_yet_answers_nobody(
 
 
 def test_failures_before_and_after_there_are_reports_are_all_reported(tmp_path: Path) -> None:
-    server, reports = PeerServer(tmp_path, HOST), Reports()
+    server, reports = PeerServer(tmp_path, HOST), EventQueue()
     server._report("before")
     server.keep({}, reports)
     server._report("after")
     assert reports.drain() == [
-        Report(event="degraded", iteration=0, fields={"part": "peer-server", "reason": reason})
+        EngineEvent(event="degraded", iteration=0, fields={"part": "peer-server", "reason": reason})
         for reason in ("before", "after")
     ]
 
@@ -287,7 +286,7 @@ def test_listener_continues_after_connections_could_not_be_accepted_and_reports_
         listener.failures = [OSError(number, "it fails") for _ in range(3)]
         return [listener]
 
-    monkeypatch.setattr("moe_ft.engine.links.tcp.listen", listen)
+    monkeypatch.setattr("moe_ft.engine.links.listener.listen", listen)
     listening.start()
     assert listening.answers()
     (reason,) = listening.reasons

@@ -14,8 +14,7 @@ from moe_ft.engine.links import streams
 from moe_ft.engine.links.messages import REPLY, Join, receive_header, send
 from moe_ft.engine.links.peers import PeerConnection
 from moe_ft.engine.links.streams import Streams
-from moe_ft.engine.links.tcp import TcpConnection
-from moe_ft.engine.links.transport import Deadline
+from moe_ft.engine.links.transport import Deadline, TcpConnection
 from moe_ft.errors import CorruptStateError
 from tests.unit.moe_ft.peer import (
     DEADLINE_S,

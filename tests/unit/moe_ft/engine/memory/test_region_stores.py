@@ -6,9 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_ft.engine.memory.pool import FetchedVersion, Pool
-from moe_ft.engine.memory.region_stores import WindowStore
-from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.region_stores import FetchedVersion, WindowStore
+from moe_ft.engine.memory.regions import Region, UnitPool
 from tests.unit.moe_ft.builders import add_units, make_state, put_in_slot, rotating_unit
 
 NUM_EXPERTS, K = 3, 1
@@ -19,7 +18,7 @@ class Memory:
     """Three regions and a pool, as a rank has them whose snapshots hold one expert each."""
 
     def __init__(self, directory: Path) -> None:
-        self.pool = Pool(directory, 4 * 33, NUM_EXPERTS + 2 * K)
+        self.pool = UnitPool(directory, 4 * 33, NUM_EXPERTS + 2 * K)
         self.pool.open()
         size = len(make_state()[1])
         self.regions = [Region(directory, number, size) for number in range(3)]

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 import moe_ft
-from moe_ft.engine.background import Report, Reports
+from moe_ft import processes
+from moe_ft.engine.background import EngineEvent, EventQueue
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.memory.regions import Region
 from moe_ft.engine.persist.client import (
@@ -50,8 +51,8 @@ class Node:
         self, tmp_path: Path, command: list[str] | None = None, lock_owner: str = ""
     ) -> None:
         self.directory, self.url = tmp_path / "persist", str(tmp_path / "storage")
-        self.reports = Reports()
-        self.seen: list[Report] = []
+        self.reports = EventQueue()
+        self.seen: list[EngineEvent] = []
         settings = WriterSettings(url=self.url, keep=2, parent=os.getpid(), lock_owner=lock_owner)
         command = command or writer_command(self.directory)
         self.supervisor = WriterSupervisor(self.directory, command, self.reports, Clock(), settings)
@@ -75,7 +76,7 @@ class Node:
         reasons = (each.fields["reason"] for each in self.seen if each.event == "degraded")
         return next((reason for reason in reasons if text in reason), None)
 
-    def persist(self, region: Region) -> Report:
+    def persist(self, region: Region) -> EngineEvent:
         """Have a region written, and return what is reported at the end."""
         self.client.submit(region, [], "", TAG)
         wait_for(self.client.poll, "the region to come back")
@@ -140,7 +141,7 @@ def test_writer_runs_the_package_of_its_parent_and_no_neighbour_of_it(
         monkeypatch.setenv("PYTHONPATH", str(checkout))
     else:
         (checkout / "filelock.py").write_text("raise ImportError")
-    monkeypatch.setattr(moe_ft, "__file__", str(checkout / "moe_ft" / "__init__.py"))
+    monkeypatch.setattr(processes, "_CODE", checkout)
     node.supervisor._command[:] = writer_command(node.directory)
     node.supervisor.start()
     wait_for(node.writer, "the writer")
@@ -209,7 +210,9 @@ def test_request_of_the_rank_that_writes_the_manifest_may_take_longer_with_more_
     tmp_path: Path, rank: int, num_ranks_counted: int
 ) -> None:
     region, _ = fill_region(tmp_path / "rank", rank=rank)
-    client = PersistClient(tmp_path / "persist", rank, Reports(), no_fault, Clock(), num_ranks=3000)
+    client = PersistClient(
+        tmp_path / "persist", rank, EventQueue(), no_fault, Clock(), num_ranks=3000
+    )
     client.start()
     client.submit(region, [], "", TAG)
     content = request_path(tmp_path / "persist", rank).read_bytes()

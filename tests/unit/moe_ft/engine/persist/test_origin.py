@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from moe_ft.engine.persist.origin import Origin, own_origin
+from moe_ft.engine.persist.storage_lock import Origin, own_origin
 from moe_ft.launches import launch_of
 
 _TELL = """
 import os, sys, msgspec
-from moe_ft.engine.persist.origin import own_origin
+from moe_ft.engine.persist.storage_lock import own_origin
 from moe_ft.launches import launch_of
 print(msgspec.json.encode(own_origin(launch_of(os.environ))).decode(), flush=True)
 sys.stdin.read()

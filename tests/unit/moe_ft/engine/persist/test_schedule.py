@@ -7,11 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from moe_ft.engine.background import Reports
+from moe_ft.engine.background import EventQueue
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.memory.pool import Pool
 from moe_ft.engine.memory.region_stores import WindowStore
-from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.regions import Region, UnitPool
 from moe_ft.engine.persist.client import PersistClient
 from moe_ft.engine.persist.requests import PersistRequest, confirmed_path, request_path
 from moe_ft.engine.persist.schedule import StorageSchedule
@@ -50,14 +49,14 @@ class Rank:
 
     def __init__(self, folder: Path, interval: int = 1, dense_interval: int = 0) -> None:
         self.folder, self.storage = folder, Storage(str(folder / "storage"))
-        self.reports = Reports()
+        self.reports = EventQueue()
         experts = ExpertLayout(num_layers=1, num_experts=NUM_EXPERTS, ep_size=1)
         options = PartialConfig(k_snapshot=str(NUM_EXPERTS), k_persist=1)
         run = PlannedRun(interval=1, planned_tokens=1, tokens_per_iteration=1)
         units = [rotating_unit(expert) for expert in range(NUM_EXPERTS)]
         share = RankShare(always_bytes=0, unit_bytes=1)
         self.strategy = PartialStrategy([], units, [LAYER], experts, options, run, share)
-        self.pool = Pool(folder / "rank", 4 * 33, 3 * NUM_EXPERTS)
+        self.pool = UnitPool(folder / "rank", 4 * 33, 3 * NUM_EXPERTS)
         self.pool.open()
         size = len(make_state()[1])
         regions = [Region(folder / "rank", number, size) for number in range(3)]

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import Region
-from moe_ft.engine.persist.stored_file import PreviousCheckpoint, StoredFile, assemble
+from moe_ft.engine.memory.regions import Region, UnitPool
+from moe_ft.engine.persist.writer import PreviousCheckpoint, StoredFile, assemble
 from moe_ft.format.entries import UnitEntry
 from moe_ft.format.index import Index, check_units
 from tests.unit.moe_ft.builders import add_units, fill_region, put_in_slot
@@ -23,7 +22,7 @@ class Memory:
     """A region and a pool with three experts, of which each has its own iteration."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.pool = Pool(tmp_path, 4 * 33, 5)
+        self.pool = UnitPool(tmp_path, 4 * 33, 5)
         self.pool.open()
         pooled = dict(put_in_slot(self.pool, n + 1, n, iteration=n + 1) for n in range(3))
         self.region: Region

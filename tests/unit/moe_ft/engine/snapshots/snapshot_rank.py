@@ -7,13 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moe_ft.engine.background import Reports, ThreadWorker
+from moe_ft.engine.background import EventQueue, ThreadWorker
 from moe_ft.engine.clock import Clock
-from moe_ft.engine.links.peers import PeerReplicator, Replica
+from moe_ft.engine.links.peers import OutgoingReplica, PeerReplicator
 from moe_ft.engine.links.sender import ReplicaSender
 from moe_ft.engine.memory.layout import FileLayout
-from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import Region
+from moe_ft.engine.memory.regions import Region, UnitPool
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.index import RecordLog, SnapshotIndexer
 from moe_ft.engine.snapshots.job import SnapshotJob, SnapshotRequest, SnapshotState
@@ -50,8 +49,8 @@ class Recorder(PeerReplicator):
     """
 
     def __init__(self) -> None:
-        self.replicas: list[Replica] = []
-        self.accepted: list[Replica] = []
+        self.replicas: list[OutgoingReplica] = []
+        self.accepted: list[OutgoingReplica] = []
         self.answer: bool | Exception = True
         self.may_go_on = threading.Event()
         self.may_go_on.set()
@@ -59,7 +58,7 @@ class Recorder(PeerReplicator):
         self.most_bytes = 0
         self.can_follow = True
 
-    def replicate(self, replica: Replica) -> bool:
+    def replicate(self, replica: OutgoingReplica) -> bool:
         """Take a replica."""
         self.replicas.append(replica)
         assert self.may_go_on.wait(DEADLINE_S)
@@ -87,11 +86,11 @@ class SnapshotRank:
         parameters: Sequence[LocalParameter],
         regions: list[Region],
         *,
-        pool: Pool | None = None,
+        pool: UnitPool | None = None,
         recorder: Recorder | None = None,
         staging_bytes: int = 0,
     ) -> None:
-        self.regions, self.reports = regions, Reports()
+        self.regions, self.reports = regions, EventQueue()
         self.hook: Callable[[int], None] = lambda iteration: None
         self.records = RecordLog(
             lambda captured: None, lambda captured: make_record(captured.facts.iteration)

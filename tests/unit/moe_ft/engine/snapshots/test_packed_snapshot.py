@@ -12,8 +12,7 @@ import safetensors
 import torch
 
 from moe_ft.config.strategy import PARTS
-from moe_ft.engine.memory.pool import Pool
-from moe_ft.engine.memory.regions import MappedFile, Region
+from moe_ft.engine.memory.regions import MappedFile, Region, UnitPool
 from moe_ft.engine.snapshots.copying import StateCopier
 from moe_ft.engine.snapshots.job import SnapshotRequest, SnapshotState
 from moe_ft.engine.snapshots.windows import UnitLayouts
@@ -68,7 +67,7 @@ class Rank(SnapshotRank):
             )
         self.catalog = UnitCatalog(self.parameters, leaves_out_frozen=False, packings=packings)
         self.layouts = UnitLayouts(self.catalog, 0)
-        self.pool = Pool(directory, self.layouts.place(EXPERTS[1], 0).num_bytes, num_slots=2)
+        self.pool = UnitPool(directory, self.layouts.place(EXPERTS[1], 0).num_bytes, num_slots=2)
         self.pool.open()
         plans = [SnapshotPlan(levels=dict.fromkeys(SIZES, Level.FULL))]
         self.window(plans)

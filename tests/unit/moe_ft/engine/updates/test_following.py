@@ -12,7 +12,7 @@ import torch
 
 from moe_ft.engine.clock import Clock
 from moe_ft.engine.links import peers
-from moe_ft.engine.links.messages import Reply
+from moe_ft.engine.links.messages import PeerReply
 from moe_ft.engine.links.peers import PeerReplicator
 from moe_ft.engine.updates import adam
 from moe_ft.engine.updates.following import find_suspects
@@ -293,12 +293,12 @@ def test_peer_that_gives_other_bits_than_another_one_is_accused_and_counted(
         assert found.fields["times"] == times
 
 
-def answers(first: str, second: str) -> tuple[Reply, Reply]:
-    return Reply(error="x", made=first), Reply(error="x", made=second)
+def answers(first: str, second: str) -> tuple[PeerReply, PeerReply]:
+    return PeerReply(error="x", made=first), PeerReply(error="x", made=second)
 
 
 # By case: answers of peers, those that have ever agreed, and who is accused, decided or not.
-SUSPECTS: dict[str, tuple[dict[int, tuple[Reply, Reply]], set[int], list[Any]]] = {
+SUSPECTS: dict[str, tuple[dict[int, tuple[PeerReply, PeerReply]], set[int], list[Any]]] = {
     "different results": (
         {7: answers("a", "a"), 8: answers("b", "b")},
         {7, 8},

@@ -46,13 +46,13 @@ def test_only_a_selection_that_is_known_in_advance_divides_adaptively(
 def test_experts_rotate_and_everything_else_does_not() -> None:
     strategy = build(PARTIAL)
     assert set(strategy.always) == set(OTHERS)
-    assert strategy.rotating == set(EXPERTS)
+    assert strategy.rotation.units == set(EXPERTS)
     assert strategy.counted_layers == ("layer.0", "layer.1")
 
 
 def test_master_weights_that_are_always_saved_do_not_rotate() -> None:
     strategy = build(PARTIAL, PartialConfig(master_always_full=True))
-    assert {unit.part for unit in strategy.rotating} == {Part.MOMENTS}
+    assert {unit.part for unit in strategy.rotation.units} == {Part.MOMENTS}
     assert {unit.part for unit in strategy.always} == {Part.WHOLE, Part.WEIGHTS}
 
 

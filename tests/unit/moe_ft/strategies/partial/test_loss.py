@@ -99,7 +99,7 @@ def test_version_that_is_saved_after_one_from_beyond_counts_as_newer() -> None:
     beyond = {("layer.0", number): version(20, 9) for number in range(4)}
     resume(strategy, progress_of((5, 5, 5, 5)), 7, beyond, beyond, {})
     take(strategy, 8)
-    assert strategy.plan_persist().units == strategy.rotating
+    assert strategy.plan_persist().units == strategy.rotation.units
 
 
 def test_state_of_a_strategy_that_counts_no_tokens_costs_nothing() -> None:

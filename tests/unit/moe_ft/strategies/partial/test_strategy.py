@@ -57,7 +57,7 @@ def test_sequential_snapshots_hold_every_expert_within_one_round(
     round_length = -(-experts.num_experts // k)
     held = [take(strategy, iteration) for iteration in range(1, 3 * round_length)]
     for start in range(len(held) - round_length + 1):
-        assert set().union(*held[start : start + round_length]) == strategy.rotating
+        assert set().union(*held[start : start + round_length]) == strategy.rotation.units
 
 
 @given(shapes(), st.booleans(), st.booleans(), st.integers(0, 99))
@@ -121,7 +121,7 @@ def test_last_snapshots_hold_every_expert_at_the_last_iteration_and_no_more_are_
         held |= take(strategy, num_before, is_whole=True)
         count += 1
     assert count == -(-experts.num_experts // k)
-    assert held | _of_iteration(strategy, num_before) == strategy.rotating
+    assert held | _of_iteration(strategy, num_before) == strategy.rotation.units
 
 
 @given(shapes(), st.integers(0, 5))
@@ -133,10 +133,10 @@ def test_whole_state_is_one_snapshot_where_memory_was_made_for_it(
     strategy, undisturbed = strategy_of(experts, settings), strategy_of(experts, settings)
     for iteration in range(num_before):
         assert take(strategy, iteration) == take(undisturbed, iteration)
-    assert take(strategy, num_before, is_whole=True) == strategy.rotating
-    assert strategy.most_rotating == len(strategy.rotating)
+    assert take(strategy, num_before, is_whole=True) == strategy.rotation.units
+    assert strategy.most_rotating == len(strategy.rotation.units)
     assert [strategy.is_whole(num_before + ahead) for ahead in (0, 1)] == [True, False]
-    assert strategy.plan_persist(is_whole=True).units == strategy.rotating
+    assert strategy.plan_persist(is_whole=True).units == strategy.rotation.units
     # The rotation continues where it was.
     assert take(strategy, num_before + 1) == take(undisturbed, num_before + 1)
 
@@ -166,7 +166,7 @@ def test_breakpoint_holds_every_expert_with_the_tokens_that_are_not_counted_yet(
     plan = strategy.plan_breakpoint()
     strategy.add_tokens(second)  # by the training thread, after the plan was asked for
     before, after = plan(lambda: None), plan(lambda: second)
-    assert set(before.levels) == {*strategy.always, *strategy.rotating}
+    assert set(before.levels) == {*strategy.always, *strategy.rotation.units}
     assert set(before.levels.values()) == {Level.FULL}
     for found, counts in ((before, first), (after, first + second)):
         routed = {unit.expert: number for unit, (number, _) in found.rotating.items()}

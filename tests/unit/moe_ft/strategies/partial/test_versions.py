@@ -36,7 +36,7 @@ def test_every_expert_goes_to_storage_in_one_round_of_persists(
         for step in range(per_persist):
             take(strategy, number * per_persist + step)
         persisted |= persist(strategy)
-    assert persisted == _saved(strategy) or persisted == strategy.rotating
+    assert persisted == _saved(strategy) or persisted == strategy.rotation.units
 
 
 def _saved(strategy: PartialStrategy) -> set[UnitId]:
@@ -59,7 +59,7 @@ def test_version_that_was_saved_while_its_predecessor_was_written_is_not_taken_f
     plan = strategy.plan_persist()
     take(strategy, 2)
     strategy.note_persisted(plan)
-    assert strategy.plan_persist().units == strategy.rotating
+    assert strategy.plan_persist().units == strategy.rotation.units
 
 
 def test_version_on_storage_that_is_newer_than_the_restored_one_is_not_taken_for_intact() -> None:

@@ -18,7 +18,7 @@ from tests.unit.moe_ft.strategies.stage import EXPERTS, OTHERS, build, config_of
 def test_experts_rotate_and_their_lost_tokens_are_counted() -> None:
     strategy = build(SELECTIVE)
     assert set(strategy.always) == set(OTHERS)
-    assert strategy.rotating == set(EXPERTS)
+    assert strategy.rotation.units == set(EXPERTS)
     assert not SELECTIVE.is_exact and SELECTIVE.leaves_out_frozen
     assert SELECTIVE.counting(config_of(SELECTIVE)) is Counting.TOKENS
 

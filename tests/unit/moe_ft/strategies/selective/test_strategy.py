@@ -108,11 +108,11 @@ def test_first_snapshot_is_full_where_the_budget_is_measured_and_peers_get_all_o
     rank = strategy_of(layout(2, 4))
     train([rank], np.ones((2, 4), np.int64))
     first, second = (take([rank], iteration)[0] for iteration in (1, 2))
-    assert set(first.rotating) == rank.rotating
+    assert set(first.rotating) == rank.rotation.units
     assert first.remote is None
     assert len(second.rotating) == 1  # nothing is measured yet
-    assert rank.most_rotating == len(rank.rotating)
-    assert rank.most_retained == len(rank.rotating)
+    assert rank.most_rotating == len(rank.rotation.units)
+    assert rank.most_retained == len(rank.rotation.units)
 
 
 def test_given_budget_limits_every_snapshot_and_the_memory_for_it() -> None:
@@ -123,7 +123,7 @@ def test_given_budget_limits_every_snapshot_and_the_memory_for_it() -> None:
         (plan,) = take([rank], iteration)
         assert len(plan.rotating) <= 3
         held |= set(plan.rotating)
-    assert held == rank.rotating  # what was never saved comes first
+    assert held == rank.rotation.units  # what was never saved comes first
 
 
 def test_without_peers_nothing_is_chosen_for_them_and_nothing_is_retained() -> None:
@@ -139,7 +139,8 @@ def test_after_a_recovery_peers_get_whatever_they_lack() -> None:
     take([rank], 1)
     assert take([rank], 2)[0].remote is not None
     restored = {
-        str(unit): UnitVersion(iteration=1, routed_tokens=unit.expert) for unit in rank.rotating
+        str(unit): UnitVersion(iteration=1, routed_tokens=unit.expert)
+        for unit in rank.rotation.units
     }
     rank.resume(Resumed(iteration=2, restored=restored))
     assert take([rank], 3)[0].remote is None
@@ -171,7 +172,7 @@ def test_last_state_is_whole_after_as_many_snapshots_as_memory_makes_necessary(
     while not rank.is_whole(5):
         held |= set(take([rank], 5, is_whole=True)[0].rotating)
         count += 1
-    assert held == set(rank.rotating)
+    assert held == set(rank.rotation.units)
     assert count == (1 if takes_whole else 3)
     assert not rank.is_whole(6)
 
@@ -259,7 +260,7 @@ def test_peers_follow_the_expert_with_the_most_tokens_and_lack_none_of_them() ->
         assert popular < experts_in(plan.remote) <= experts_in([*plan.rotating])
         assert len(plan.remote) == 2
         assert rank.at_risk()["peers"] < 10
-    assert rank.followable == rank.rotating
+    assert rank.followable == rank.rotation.units
 
 
 def test_snapshot_after_one_that_peers_lack_follows_no_expert_until_it_was_sent_again() -> None:
