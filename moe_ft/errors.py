@@ -111,7 +111,8 @@ class CorruptionError(MoeFtError, RuntimeError):
 
     def __init__(self, text: str, ranks: tuple[int, ...] = (), sound: int | None = None) -> None:
         super().__init__(text)
-        self.ranks, self.sound = ranks, sound
+        self.ranks = ranks
+        self.sound = sound
 
 
 class LinksEndedError(MoeFtError, RuntimeError):

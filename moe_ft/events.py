@@ -229,7 +229,8 @@ class EventTail:
         if is_from_end:
             with suppress(OSError):
                 status = path.stat()
-                self._position, self._inode = status.st_size, status.st_ino
+                self._position = status.st_size
+                self._inode = status.st_ino
 
     def read(self, most_bytes: int) -> list[bytes]:
         """Return whole lines from the next bytes of the file, at most so many; `unread_bytes` are left.
@@ -240,7 +241,9 @@ class EventTail:
         with _open(self._path) as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._position:
-                self._position, self._rest, self._inode = 0, b"", status.st_ino
+                self._position = 0
+                self._rest = b""
+                self._inode = status.st_ino
             self._position = file.seek(_next_data(file, self._position))
             block = file.read(most_bytes)
             self._position += len(block)

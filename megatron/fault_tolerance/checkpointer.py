@@ -297,7 +297,8 @@ class Checkpointer:
             )
 
     def _begin_iteration(self) -> None:
-        self._stage, self._has_stepped = _CallStage.TRAINING, False
+        self._stage = _CallStage.TRAINING
+        self._has_stepped = False
         self._listeners.begin_iteration(self._loop.iteration)
         self._listeners.begin_attempt()
 

@@ -141,7 +141,8 @@ class CustomLoop(CoreLoop):
 
     def end_iteration(self, position: Position, num_microbatches: int) -> None:
         """Take over what the loop says of the iteration that has just ended."""
-        self.position, self._num_microbatches = position, num_microbatches
+        self.position = position
+        self._num_microbatches = num_microbatches
         self._record = None
 
     def restore_random_numbers(self) -> None:
@@ -233,7 +234,8 @@ class CustomLoop(CoreLoop):
     @override
     def resume(self, record: Counted) -> None:
         assert isinstance(record, IterationRecord)  # stages of such a loop do not recover alone
-        self._record, self.position = record, _position_of(record)
+        self._record = record
+        self.position = _position_of(record)
         self.first_iteration = record.iteration
         self._num_microbatches = record.num_microbatches
 

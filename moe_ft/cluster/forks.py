@@ -146,7 +146,8 @@ class Forks:
             ours.close()
             return act
         theirs.close()
-        self._connection, self.has_imported = ours, False
+        self._connection = ours
+        self.has_imported = False
         self._looked_s = self._asked_s = time.monotonic()
         self._silent_s = self._said_s = 0.0
         self._num_in_vain += 1
@@ -215,7 +216,9 @@ class Forks:
         if answer is None:
             self._lose("has ended")
             return
-        self._silent_s, self._num_in_vain, self.has_imported = 0.0, 0, True
+        self._silent_s = 0.0
+        self._num_in_vain = 0
+        self.has_imported = True
         if isinstance(answer, Ended):
             code = os.waitstatus_to_exitcode(answer.status)
             for rank in self._ranks:

@@ -151,7 +151,8 @@ class Pulse:
         passed_s = min(now_s - self._looked_s, 2 * period_s(limit_s))
         self._looked_s = now_s
         if not limit_s or self._link.beats != self._beats:
-            self._beats, self._silent_s = self._link.beats, 0.0
+            self._beats = self._link.beats
+            self._silent_s = 0.0
         else:
             self._silent_s += passed_s
         return self._silent_s

@@ -212,7 +212,8 @@ class Member:
         """
         size = self.assignment.world_size if world_size is None else world_size
         signed = self.sign(store)
-        self.rounds, self.notes = Rounds(signed, self.rank, size), FailureNotes(signed)
+        self.rounds = Rounds(signed, self.rank, size)
+        self.notes = FailureNotes(signed)
         return self.rounds
 
     def take_place(self) -> None:

@@ -42,7 +42,8 @@ class Probe:
 
     def __init__(self, address: tuple[str, int], run: str, token: str) -> None:
         """Connect not yet."""
-        self._address, self._given = address, (run, token)
+        self._address = address
+        self._given = (run, token)
         self._connection: JobStore | None = None
         self._connecting: threading.Thread | None = None
         self._again_s = 0.0
@@ -100,7 +101,9 @@ class Observer:
             token: secret of the start.
             limit_s: silence of a kernel after which this misses its node; 0 to watch nobody.
         """
-        self._host, self._given, self._limit_s = own_host(master), (run, token), limit_s
+        self._host = own_host(master)
+        self._given = (run, token)
+        self._limit_s = limit_s
         self._place: tuple[str, int] | tuple[()] = ()
         self._probes: dict[str, Probe] = {}  # by id of the node
         self._silent_s: dict[str, float] = {}

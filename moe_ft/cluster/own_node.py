@@ -53,8 +53,10 @@ class OwnNode:
             period_s: between two beats.
             limit_s: silence of a node after which it is lost.
         """
-        self._master, self._memory = master, memory
-        self._period_s, self._limit_s = period_s, limit_s
+        self._master = master
+        self._memory = memory
+        self._period_s = period_s
+        self._limit_s = limit_s
         self._address: Sequence[Any] = ()  # for datagrams of others
         self._id = ""
         self._addresses = dict[str, tuple[str, int]]()

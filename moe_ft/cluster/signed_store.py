@@ -48,7 +48,9 @@ class SignedStore:
             tell: is called with a key whose value is ignored and the reason, once for each key. By default it
                 prints a line; it may raise instead.
         """
-        self._store, self._token, self._tell = store, token, tell or _tell
+        self._store = store
+        self._token = token
+        self._tell = tell or _tell
         self._told: set[str] = set()
 
     def close(self) -> None:
@@ -182,8 +184,11 @@ class StoreMeeting:
             answer_s: seconds that the store has for each answer; None to wait as long as it takes. An
                 operation can block for minutes when the store's host is gone.
         """
-        self._store, self._rank, self._world_size = store, rank, world_size
-        self.poll_s, self._answer_s = poll_s(world_size, least_poll_s), answer_s
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self.poll_s = poll_s(world_size, least_poll_s)
+        self._answer_s = answer_s
 
     def ask[Answer](self, ask: Callable[[SignedStore], Answer]) -> Answer:
         """Return what the store answers; raises OSError or RuntimeError if it does not, or not in time."""

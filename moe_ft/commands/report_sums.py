@@ -251,7 +251,8 @@ class Median:
         if self._num % self._every == 0:
             self._kept.append(value)
             if len(self._kept) > _NUM_KEPT:
-                self._kept, self._every = self._kept[::2], 2 * self._every
+                self._kept = self._kept[::2]
+                self._every = 2 * self._every
         self._num += 1
 
     @property
@@ -366,9 +367,11 @@ class JobHistory(Sink):
             return
         iteration, loss = event.iteration, float(event.loss)  # JSON cannot write all as numbers
         if iteration <= self._first:
-            self._first, self.first_loss = iteration, loss
+            self._first = iteration
+            self.first_loss = loss
         if iteration >= self._last:
-            self._last, self.last_loss = iteration, loss
+            self._last = iteration
+            self.last_loss = loss
         self._losses[iteration] = loss
         if len(self._losses) > 2 * _NUM_KEPT:
             self._losses = dict(islice(self._losses.items(), _NUM_KEPT, None))

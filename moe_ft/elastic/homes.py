@@ -61,8 +61,10 @@ class Homes(torch.nn.Module):
             group: the expert-parallel ranks, which are all ranks of the pipeline stage.
         """
         super().__init__()
-        self._slots, self._group = tuple(slots), group
-        self._num_ranks, self._num_experts = group.size(), num_experts
+        self._slots = tuple(slots)
+        self._group = group
+        self._num_ranks = group.size()
+        self._num_experts = num_experts
         named = dict(slots[0].named_parameters())
         widths = [-(-each.numel() // self._num_ranks) for each in named.values()]
         starts = pairwise(accumulate(widths, initial=0))

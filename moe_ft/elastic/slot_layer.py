@@ -122,14 +122,16 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
         parts = dataclasses.replace(submodules, router=router)
         super().__init__(wide, parts, *args, **kwargs)
         self.config = config
-        self._slot_settings, self._rank = slots, group.rank()
+        self._slot_settings = slots
+        self._rank = group.rank()
         self.homes = Homes(tuple(self.experts.local_experts), config.num_moe_experts, group)
         numbers = torch.tensor(table, device="cpu")
         self.register_buffer("slot_table", numbers, persistent=False)
         age = torch.zeros((), dtype=torch.int64, device="cpu")
         self.register_buffer("table_age", age, persistent=False)
         self.new_table: NewTable | None = None
-        self._is_stale, self._is_reduced = False, False
+        self._is_stale = False
+        self._is_reduced = False
         self._tokens: list[Numbers] = []  # of micro-batches, or one sum where none are dropped
         self._wanted: torch.Tensor | None = None  # [expert] tokens before some are dropped
         if config.moe_expert_capacity_factor is not None:
@@ -170,7 +172,8 @@ class SlotMoELayer(MoELayer):  # type: ignore[misc]  # Megatron has no types
         """Forget gradients and counts: an iteration begins, or is tried again."""
         self.homes.clear_gradients()
         self.new_table = None
-        self._is_stale, self._is_reduced = True, False
+        self._is_stale = True
+        self._is_reduced = False
         self._tokens = [np.zeros((len(self._placed), self.config.num_moe_experts), dtype=np.int64)]
 
     def reduce(self) -> None:

@@ -141,7 +141,8 @@ class Breakpoints:
             self._set(moment, problem)  # perhaps of an iteration whose step was skipped
 
     def _set(self, moment: Moment | None, problem: str) -> None:
-        self._moment, self._problem = moment, problem
+        self._moment = moment
+        self._problem = problem
         if self._hold_at is not None:
             self._is_held = self._has_reached(self._hold_at)
         self._state.notify_all()
@@ -157,7 +158,9 @@ class Breakpoints:
         """Write no breakpoint from now on, because of this problem."""
         with self._state:
             if not self._is_over:
-                self._moment, self._problem, self._is_over = None, problem, True
+                self._moment = None
+                self._problem = problem
+                self._is_over = True
 
     def refuse_later_than(self, iteration: int, problem: str) -> None:
         """Write no breakpoint if the live state is of a later iteration, because of this problem."""
@@ -177,7 +180,8 @@ class Breakpoints:
         Returns False if it has not come so far in some seconds; it continues then.
         """
         with self._state:
-            self._is_held, self._hold_at = self._has_reached(iteration), iteration
+            self._is_held = self._has_reached(iteration)
+            self._hold_at = iteration
             self._state.notify_all()
             has_reached = self._state.wait_for(lambda: self._is_held, timeout_s)
             self._hold_at = None

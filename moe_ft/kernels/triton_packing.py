@@ -349,7 +349,8 @@ class KernelTable:
         self._rows = torch.tensor(rows, dtype=torch.int64)
         self._segments = torch.from_numpy(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
         if segments[0].tensor.is_cuda:  # pinned, so that the copies to the device are asynchronous
-            self._rows, self._segments = self._rows.pin_memory(), self._segments.pin_memory()
+            self._rows = self._rows.pin_memory()
+            self._segments = self._segments.pin_memory()
 
     def pack(self, buffer: torch.Tensor) -> torch.Tensor:
         """Launch the kernel that packs; see `packing.PackTable.pack`."""

@@ -67,7 +67,9 @@ class Together(LoopListener):
             tell: tells idle ranks where the loop continues, once a recovery has set that.
         """
         self._tell = tell
-        self.own, self._dead, self._voices = own, dead, voices
+        self.own = own
+        self._dead = dead
+        self._voices = voices
         self._limit_s = limit_s
         for each in dead.values():
             each.worker.start()
@@ -150,7 +152,8 @@ class Idle(LoopListener):
     """
 
     def __init__(self, own: Checkpoints, follow: Callable[[], None]) -> None:
-        self.own, self._follow = own, follow
+        self.own = own
+        self._follow = follow
 
     @override
     def after_setup(self, built: Built) -> None:

@@ -225,7 +225,9 @@ class RankFold:
     def take(self, event: Line) -> None:
         """Take the next event."""
         if event.incarnation != self.incarnation:
-            self.incarnation, self.last_word, self.verdict = event.incarnation, None, ""
+            self.incarnation = event.incarnation
+            self.last_word = None
+            self.verdict = ""
         kind = type(event)
         if (handle := _HANDLERS.get(kind)) is not None:
             handle(self, event)
@@ -246,9 +248,13 @@ class RankFold:
     def _begin(self, event: StartLine) -> None:
         if event.pid != self._pid and not self._has_told and self.last is not None:
             self._mark(Mark.FAULT, self.last.time, "fell silent")
-        self._pid, self._has_told = event.pid, False
-        self.start, self.iteration, self._is_warm = event, event.iteration, False
-        self.last_word, self.verdict = None, ""
+        self._pid = event.pid
+        self._has_told = False
+        self.start = event
+        self.iteration = event.iteration
+        self._is_warm = False
+        self.last_word = None
+        self.verdict = ""
         if event.host:
             self.hosts.add(event.host)
         self.recent.clear()
@@ -260,7 +266,8 @@ class RankFold:
         self.lost_rank = event.lost_rank
 
     def _iterate(self, event: IterationLine) -> None:
-        self.iteration, self.stage = event.iteration, event.stage
+        self.iteration = event.iteration
+        self.stage = event.stage
         self.num_iterations += 1
         self.num_tokens += event.num_tokens
         self.total_stall_s += event.stall_s
@@ -335,7 +342,8 @@ class RankFold:
         self.verdict = event.words
 
     def _end(self, event: StoppedLine | HangLine | EndLine) -> None:
-        self._has_told, self.last_word = True, event
+        self._has_told = True
+        self.last_word = event
         if isinstance(event, EndLine):
             self.peak_bytes = max(self.peak_bytes, event.peak_device_memory_bytes or 0)
 

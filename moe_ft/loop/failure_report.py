@@ -98,7 +98,8 @@ class FailureReport(LoopListener):
         """
         self._grace_s = config.fault.fault_report_grace_s
         self._has_log = config.observability.event_log is not None
-        self._loop, self._log = loop, event_log
+        self._loop = loop
+        self._log = event_log
         self._sigterm = _Sigterm(self._report_sigterm) if on_sigterm else None
         self._before_report = before_report
         self._lock = threading.Lock()

@@ -56,7 +56,9 @@ class Limits:
 
     def __init__(self, given_s: float | None, timeout_s: float, loop: LoopState) -> None:
         """Know nothing yet."""
-        self._given_s, self._timeout_s, self._loop = given_s, timeout_s, loop
+        self._given_s = given_s
+        self._timeout_s = timeout_s
+        self._loop = loop
         self.knows_device = True  # False: what waits for others there cannot be told from a hang
         self._longest_s: dict[Section, float] = {}
 
@@ -87,8 +89,12 @@ class Silence:
         self, thread: int, loop: LoopState, limits: Limits, waits: Callable[[], bool]
     ) -> None:
         """Begin now; the last argument tells whether the thread waits for others."""
-        self._thread, self._loop, self._limits, self._waits = thread, loop, limits, waits
-        self._section, self._is_first = loop.section, True
+        self._thread = thread
+        self._loop = loop
+        self._limits = limits
+        self._waits = waits
+        self._section = loop.section
+        self._is_first = True
         self._seconds = 0.0
         self._begin_s = self._looked_s = time.monotonic()
         self._written: int | None = None
@@ -109,7 +115,8 @@ class Silence:
             ):  # not of one that was broken off
                 self._limits.learn(self._section, self._seconds)
             self._begin_s = begin_s
-        self._section, self._is_first = section, self._loop.is_first
+        self._section = section
+        self._is_first = self._loop.is_first
         self._seconds = max(0.0, now_s - begin_s)
         return self._seconds
 
@@ -152,7 +159,8 @@ class Hangs(LoopListener):
         """
         given_s = config.hang_limit_s
         self._is_on = timeout_s is not None or given_s is not None
-        self._loop, self._log = loop, event_log
+        self._loop = loop
+        self._log = event_log
         self._tell = tell
         self._limits = Limits(given_s, timeout_s or 0.0, loop)
         self._ended = threading.Event()

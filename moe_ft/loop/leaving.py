@@ -160,7 +160,8 @@ class BreakpointWriter:
     """Writes once in a start of checkpointing, whoever asks first; others wait for that. Any thread."""
 
     def __init__(self, loop: LoopState, event_log: EventLog) -> None:
-        self._loop, self._log = loop, event_log
+        self._loop = loop
+        self._log = event_log
         self._breakpoints: Breakpoints | None = None
         self._boundary: BoundaryLog | None = None
         self._processes = JobProcesses()
@@ -178,7 +179,9 @@ class BreakpointWriter:
         boundary: BoundaryLog | None = None,
     ) -> None:
         """Begin to write what these objects hold; before, nothing is written. Training thread."""
-        self._breakpoints, self._processes, self._boundary = breakpoints, processes, boundary
+        self._breakpoints = breakpoints
+        self._processes = processes
+        self._boundary = boundary
         self._has_written = False
         self._abort = _abort_collectives if is_on_gpu else None
         self._use_device = device_of_this_thread()

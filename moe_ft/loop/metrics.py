@@ -115,7 +115,8 @@ class _Collector:
     """Reads the log on and returns all metrics. Called by the threads of the server."""
 
     def __init__(self, run: FollowedRun, job_name: str, node: str) -> None:
-        self._run, self._lock = run, threading.Lock()
+        self._run = run
+        self._lock = threading.Lock()
         self._place = job_name, node
 
     def collect(self) -> Iterator[Any]:

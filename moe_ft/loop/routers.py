@@ -29,7 +29,8 @@ class Routers(LoopListener):
     """
 
     def __init__(self, config: MoeFtConfig, event_log: EventLog) -> None:
-        self._is_logged, self._log = config.observability.router_log, event_log
+        self._is_logged = config.observability.router_log
+        self._log = event_log
         self._is_read_by_strategy = config.strategy.is_on
         kind = kind_of(config.strategy.strategy)
         counting = Counting.NOTHING if kind is None else kind.counting(config)

@@ -70,8 +70,10 @@ class WeightCheck(LoopListener):
         self, interval: int, training: TrainingLoop, loop: LoopState, event_log: EventLog
     ) -> None:
         """Check every so many iterations; 0 for never."""
-        self._interval, self._training = interval, training
-        self._loop, self._log = loop, event_log
+        self._interval = interval
+        self._training = training
+        self._loop = loop
+        self._log = event_log
         self._built: Built | None = None
         self._groups: Any = None
         self._before: Mapping[str, int] | None = None  # sums after a step that was due
@@ -81,7 +83,8 @@ class WeightCheck(LoopListener):
         """Remember what holds the state; raises ConfigError if it cannot be checked."""
         if self._interval and built[1] is not None:
             rest.check_kind(built[0], built[1])
-            self._built, self._groups = built, self._training.process_groups
+            self._built = built
+            self._groups = self._training.process_groups
             if self._log.rank == 0 and (parts := rest.left_out(built[0])):
                 warn(f"{flag_of('check_weights')} does not check {', or '.join(parts)}")
 

@@ -153,7 +153,8 @@ class Degraded:
     def __init__(
         self, layout: Layout, dead: Set[Role], global_batch_size: int, micro_batch_size: int
     ) -> None:
-        self._batch, self._layout = (global_batch_size, micro_batch_size), layout
+        self._batch = (global_batch_size, micro_batch_size)
+        self._layout = layout
         num_micro_batches = len(cell_sizes(*self._batch, layout.dp))
         hit = sorted({group for group, _ in dead})
         # There is a peer for each micro-batch of them. Others run as if nothing had happened.

@@ -102,7 +102,8 @@ class Ordered(Mapping[int, tuple[Source, ...]]):
         node_of: Mapping[int, str] | Sequence[str],
         breakpoints_first: bool | None = None,
     ) -> None:
-        self.versions, self._node_of = versions, node_of
+        self.versions = versions
+        self._node_of = node_of
         self.breakpoints_first = breakpoints_first
 
     @override

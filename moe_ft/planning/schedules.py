@@ -275,8 +275,10 @@ class _Simulation:
         rule: _Rule,
         more: int,
     ) -> None:
-        self._pipelines, self._runners = pipelines, runners
-        self._rule, self._is_split = rule, is_split
+        self._pipelines = pipelines
+        self._runners = runners
+        self._rule = rule
+        self._is_split = is_split
         self._duration = {
             OpKind.FORWARD: 1.0,
             OpKind.BACKWARD: 1.0 if is_split else 2.0,

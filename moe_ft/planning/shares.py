@@ -176,7 +176,8 @@ class _Rows:
     """Rows of one rank."""
 
     def __init__(self, packer: Packer) -> None:
-        self._packer, self.rows = packer, list[VersionRow]()
+        self._packer = packer
+        self.rows = list[VersionRow]()
         self._numbers: dict[int, int] = {}
 
     def add(self, versions: Iterable[Version]) -> list[int]:

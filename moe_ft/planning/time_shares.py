@@ -136,8 +136,11 @@ class TimeSpent:
             spans.append((Spent.BLOCKED, step_s, ended_s))
         for use, start_s, end_s in spans:
             self.seconds[use] += end_s - start_s
-        self.last, self.ended_s, self.reached = iteration, ended_s, max(self.reached, iteration)
-        self.is_first, self._replay_s = False, 0.0
+        self.last = iteration
+        self.ended_s = ended_s
+        self.reached = max(self.reached, iteration)
+        self.is_first = False
+        self._replay_s = 0.0
         return spans
 
     @property

@@ -34,9 +34,12 @@ class Lockstep:
     """
 
     def __init__(self, everyone: Agreement, plan: Plan | None) -> None:
-        self._everyone, self._next, self._target = everyone, 0, -1
+        self._everyone = everyone
+        self._next = 0
+        self._target = -1
         if plan is not None and plan.is_local:
-            self._next, self._target = plan.replay_from, plan.iteration
+            self._next = plan.replay_from
+            self._target = plan.iteration
 
     def before(self, iteration: int) -> None:
         """Meet before an iteration that this rank runs again, and before those that only others have run.

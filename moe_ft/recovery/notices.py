@@ -22,7 +22,8 @@ class Notices:
     """Messages and refusals of one start; prints on rank 0 only."""
 
     def __init__(self, site: Site, wish: Wish, url: str | None) -> None:
-        self._site, self._wish = site, wish
+        self._site = site
+        self._wish = wish
         self._incomparable: set[str] = set()
         self._has_said_changes = False
         self._has_said_data = False

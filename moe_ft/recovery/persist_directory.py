@@ -140,7 +140,9 @@ class LateLock(StorageLock):
         super().__init__(storage)
         # Nobody waits for the thread: see `StorageLock._keep`.
         self._awaited = StorageLock(storage.with_patience(None), self.owner)
-        self._patient, self._job_id, self._origin = storage.with_patience(None), job_id, origin
+        self._patient = storage.with_patience(None)
+        self._job_id = job_id
+        self._origin = origin
         self._taking: threading.Thread | None = None
 
     @override

@@ -64,7 +64,8 @@ class Planner:
     """
 
     def __init__(self, met: Met, found: Found) -> None:
-        self.found, self._met = found, met
+        self.found = found
+        self._met = met
         self._candidates: Candidates | None = None
 
     def plan(self) -> Offer:

@@ -38,7 +38,8 @@ class StateReader:
     """
 
     def __init__(self, index: Index, where: str) -> None:
-        self.index, self.where = index, where
+        self.index = index
+        self.where = where
         self._verified: set[str] = set()
         self._kept: tuple[str, memoryview] = ("", memoryview(b""))
 
@@ -176,7 +177,8 @@ class PeerReader(StateReader):
     """Reads a region or replica in another node's memory."""
 
     def __init__(self, connection: PeerConnection, version: Version) -> None:
-        self._connection, self._path = connection, version.path
+        self._connection = connection
+        self._path = version.path
         content = bytes(connection.get(version.path))
         super().__init__(decode(content, Index, f"{version.path} of node {version.node}"), "")
         self._directory = PurePosixPath(version.path).parent
@@ -218,7 +220,9 @@ class StorageReader(StateReader):
                 and a file that is cut meanwhile ends the process.
         """
         super().__init__(index, where)
-        self._storage, self._own, self._maps_local_files = storage, path, maps_local_files
+        self._storage = storage
+        self._own = path
+        self._maps_local_files = maps_local_files
         self._views: dict[str, memoryview] = {}
 
     @classmethod

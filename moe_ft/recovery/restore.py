@@ -50,7 +50,8 @@ class Conversion:
 
     def __init__(self, agreed: Agreed, met: Met) -> None:
         assert agreed.fetched.index is not None
-        self._agreed, self._live = agreed, met.live
+        self._agreed = agreed
+        self._live = met.live
         self._once = met.ranks.everyone.once
         self.records: tuple[IterationRecord, ...] = agreed.fetched.index.records[
             -len(agreed.slices) :

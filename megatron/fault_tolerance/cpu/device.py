@@ -348,7 +348,8 @@ class _TimedWork:
     """A running point-to-point operation whose `wait` gives up after the timeout of its group."""
 
     def __init__(self, work: Any, group: Any) -> None:
-        self._work, self._group = work, group
+        self._work = work
+        self._group = group
 
     def wait(self) -> Any:
         return self._work.wait(self._group._get_backend(torch.device("cpu")).options._timeout)

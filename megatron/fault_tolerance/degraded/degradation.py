@@ -140,7 +140,8 @@ class Degradation:
         self._while_dead.close()
         if self._executor is not None:
             self._executor.leave()
-        self._executor, self.chosen = None, {}
+        self._executor = None
+        self.chosen = {}
         self.deputies.shards.clear()
         if self._stand_in is not None:
             listeners.replace(self._stand_in, self._stand_in.own)

@@ -136,7 +136,8 @@ class _Place:
     """Stands for a group while an optimizer asks it for its rank: that of a dead member."""
 
     def __init__(self, group: Any, dead: int) -> None:
-        self._group, self._rank = group, dist.get_process_group_ranks(group).index(dead)
+        self._group = group
+        self._rank = dist.get_process_group_ranks(group).index(dead)
 
     def rank(self) -> int:
         return self._rank

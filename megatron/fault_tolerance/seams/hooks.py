@@ -74,7 +74,9 @@ class _Seams:
     def __init__(
         self, listeners: Listeners, layers: Layers, after_setup: Callable[[Built, int], None]
     ) -> None:
-        self._listeners, self._loop, self._layers = listeners, listeners.loop, layers
+        self._listeners = listeners
+        self._loop = listeners.loop
+        self._layers = layers
         self._after_setup = after_setup
         self._iteration = IterationSeams(listeners, listeners.before_step)
         self.begin_capture = self._iteration.begin_capture

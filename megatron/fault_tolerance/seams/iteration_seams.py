@@ -25,7 +25,8 @@ class IterationSeams:
 
     def __init__(self, listeners: Listeners, before_step: Callable[[], None]) -> None:
         """Call something before the step of every iteration that is not replayed."""
-        self._listeners, self._loop = listeners, listeners.loop
+        self._listeners = listeners
+        self._loop = listeners.loop
         self._before_step = before_step
         self._inner: list[Any] = []
 

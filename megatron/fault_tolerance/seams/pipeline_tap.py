@@ -85,7 +85,8 @@ class IdleTime:
         Args:
             config: of the model, whose function that finishes gradients is wrapped meanwhile.
         """
-        self._waits, self._exchanges = [], None
+        self._waits = []
+        self._exchanges = None
         with Layers().put(Layer.IDLE, {_COMMUNICATE: self._communicate}) as layers:
             if config.finalize_model_grads_func is not None:
                 layers.put(Layer.IDLE, {FINALIZE: self._run}, of=config)

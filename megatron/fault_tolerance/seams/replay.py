@@ -225,7 +225,8 @@ def answering(
 
 class _Answers:
     def __init__(self, optimizer: Any, numbers: JobNumbers, ranks: frozenset[int]) -> None:
-        self._numbers, self._ranks = numbers, ranks
+        self._numbers = numbers
+        self._ranks = ranks
         self._inner = inner_optimizers(optimizer)
         self._num_tokens: torch.Tensor | None = None
 

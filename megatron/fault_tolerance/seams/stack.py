@@ -215,9 +215,11 @@ class _Wrapped:
     """A function that has layers."""
 
     def __init__(self, seam: Seam, owner: Any, attribute: str) -> None:
-        self._original, self._patches = getattr(owner, attribute), Patches()
+        self._original = getattr(owner, attribute)
+        self._patches = Patches()
         self.around: dict[Layer, Function] = {}
-        self._seam, self._place = seam, (owner, attribute)
+        self._seam = seam
+        self._place = (owner, attribute)
         self._whole = self._original
 
         @wraps(self._original)

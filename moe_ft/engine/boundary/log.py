@@ -324,7 +324,9 @@ class BoundaryLog:
 
     def keep(self, iteration: int) -> None:
         """Note that only the logs from an iteration on are needed: a window that begins there is complete."""
-        self._keep_from, self._in_use, self._has_lost = iteration, range(0), False
+        self._keep_from = iteration
+        self._in_use = range(0)
+        self._has_lost = False
         self._awaits_window = False
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:

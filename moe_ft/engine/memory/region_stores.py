@@ -131,7 +131,8 @@ class WindowStore(RegionStore):
             entries, retained: newest versions of units that its index names, and older ones.
             at_peers: versions that peers have now; None if those are the newest.
         """
-        self.newest, self._chosen = dict(entries), at_peers
+        self.newest = dict(entries)
+        self._chosen = at_peers
         self._commit(region, retained)
         self._store.keep(Reason.COMPLETE, self._store.named(self._home(region)))
         self._store.keep(Reason.RECOVERED, ())

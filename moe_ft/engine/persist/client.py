@@ -131,7 +131,8 @@ class PersistClient:
             deadline_s=allowed_s,
             number=self._number,
         )
-        self.iteration, self.has_failed = region.iteration, False
+        self.iteration = region.iteration
+        self.has_failed = False
         self.written = None
         try:
             announced_path(self._directory, self._rank).unlink(missing_ok=True)
@@ -197,7 +198,8 @@ class PersistClient:
         return True
 
     def _note_written(self, iteration: int, notice: PersistResult) -> None:
-        self.written, self._written_s = iteration, notice.seconds
+        self.written = iteration
+        self._written_s = notice.seconds
         if notice.warning:
             self._reports.degraded(BackgroundPart.PERSIST, iteration, notice.warning)
         self._reports.add(

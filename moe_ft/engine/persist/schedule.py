@@ -79,7 +79,8 @@ class StorageSchedule:
             newest_index: this rank's on storage, relative to the persist directory; empty if there is none,
                 None if that is not known: then everything is written again.
         """
-        self._newest_index, self._whole_iteration = newest_index or "", iteration
+        self._newest_index = newest_index or ""
+        self._whole_iteration = iteration
         self._client.has_lost_previous = newest_index is None
         self._client.start()
 
@@ -130,7 +131,8 @@ class StorageSchedule:
         assert region.iteration is not None
         is_whole |= self._is_whole(region.iteration)
         self._tell_confirmed()
-        self._num_stood_for, self._num_since = max(1, self._num_since), 0
+        self._num_stood_for = max(1, self._num_since)
+        self._num_since = 0
         self.is_due = self.is_idle = self._could_not_ask = False
         tag = file_tag(self._identity, is_whole=is_whole)
         self._unconfirmed = _Written(
@@ -190,7 +192,8 @@ class StorageSchedule:
         if self._unconfirmed is None or not are_idle:
             return None
         if can_persist:
-            self._confirmed, self._newest_index = self._unconfirmed, self._unconfirmed.index
+            self._confirmed = self._unconfirmed
+            self._newest_index = self._unconfirmed.index
             self._strategy.note_persisted(self._planned)
         self._unconfirmed = None
         return can_persist

@@ -209,7 +209,8 @@ class _Copies:
             for part in parts
         ]
         if not self._chunks or addresses != self._of:
-            self._chunks, self._of = list(cut_into_chunks(parts, chunk_bytes)), addresses
+            self._chunks = list(cut_into_chunks(parts, chunk_bytes))
+            self._of = addresses
             for chunk in self._chunks:
                 chunk.finish()
         return self._chunks, absent
@@ -255,7 +256,8 @@ class _Copy:
         address = whole.data_ptr()
         is_known = whole is self.whole and address == self.address and whole.is_contiguous()
         if not is_known or self.source is None:
-            self.whole, self.address = whole, address
+            self.whole = whole
+            self.address = address
             self.source = own_slice(self.local, self.entry.key, whole)
             expected = DTYPES[self.entry.dtype]
             is_rounded = self.entry.key == "weight" and follows_masters(self.local)

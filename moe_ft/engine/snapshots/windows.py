@@ -202,7 +202,8 @@ class Windows:
                 self._note_unprotected()
             return None
         assert last is not None  # no rank calls a window without snapshots complete
-        self.complete, self.complete_iteration = window.region, last.iteration
+        self.complete = window.region
+        self.complete_iteration = last.iteration
         result, before = last.result.result(), last.request.at_peers
         if result.pass_on is not None:
             self._passed_on = result.pass_on()

@@ -71,7 +71,8 @@ class GradientCapture:
         Args:
             followed: of the rotating units.
         """
-        self._reduced, self._scales = iteration, inverse_scales(self._parameters)
+        self._reduced = iteration
+        self._scales = inverse_scales(self._parameters)
         if followed != self._followed:
             self._followed = followed
             left_out = self._rotating.difference(followed)
@@ -81,7 +82,9 @@ class GradientCapture:
 
     def capture(self, iteration: int, grad_norm: float | None) -> None:
         """Copy the gradients of the step that leads to an iteration; the optimizer steps next."""
-        self._tried, self._captured, self._reason = iteration, None, "gradients were not kept"
+        self._tried = iteration
+        self._captured = None
+        self._reason = "gradients were not kept"
         buffer = next((each for each in self._buffers if not each.is_lent.is_set()), None)
         if buffer is None:
             self._reason = "older gradients are still being sent"

@@ -225,7 +225,8 @@ class Followers:
     def judge(self, owner: int, iteration: int) -> None:
         """Report whom the answers to a snapshot accuse of wrong bits, once all peers have answered."""
         doubts, agreed = self._doubts, self._agreed
-        self._doubts, self._agreed = {}, set()
+        self._doubts = {}
+        self._agreed = set()
         self._comparable |= agreed
         for each in find_suspects(owner, doubts, agreed, self._comparable):
             self._accusations.update(each.ranks if each.is_decided else ())
