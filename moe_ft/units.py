@@ -32,7 +32,7 @@ class Level(StrEnum):
     NONE = "none"
 
 
-class Part(StrEnum):
+class UnitPart(StrEnum):
     """Parts of an expert whose weights and moments are saved separately."""
 
     WHOLE = ""
@@ -62,12 +62,12 @@ class UnitId:
     block: str = "layer"
     layer: int = -1
     expert: int = -1
-    part: Part = Part.WHOLE
+    part: UnitPart = UnitPart.WHOLE
 
     @property
     def whole(self) -> "UnitId":
         """The unit that a part belongs to."""
-        return self if self.part is Part.WHOLE else replace(self, part=Part.WHOLE)
+        return self if self.part is UnitPart.WHOLE else replace(self, part=UnitPart.WHOLE)
 
     @property
     def layer_name(self) -> str:
@@ -99,7 +99,7 @@ def parse_unit(text: str) -> UnitId:
                 block=match["block"],
                 layer=int(match["layer"]),
                 expert=expert,
-                part=Part(match["part"] or ""),
+                part=UnitPart(match["part"] or ""),
             )
     elif text in list(UnitKind) and text not in list(_LAYER_KINDS):
         return UnitId(kind=UnitKind(text))

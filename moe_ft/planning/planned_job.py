@@ -16,7 +16,7 @@ from moe_ft.planning.experts import ExpertFacts
 from moe_ft.planning.host_memory import Regions, index_bytes, regions_at_peers
 from moe_ft.planning.interval import CheckpointCost, choose_interval
 from moe_ft.planning.placement import planned_replicas
-from moe_ft.units import Level, Part, UnitId, UnitKind
+from moe_ft.units import Level, UnitId, UnitKind, UnitPart
 
 # Of a parameter, for estimates: 16-bit weights with their gradients, and the optimizer's state.
 WEIGHT_BYTES, OPTIMIZER_BYTES = 6, 12
@@ -99,11 +99,11 @@ class UnitBytes:
     elements: int
     tensors: int = 0
 
-    def at(self, part: Part, level: Level) -> int:
+    def at(self, part: UnitPart, level: Level) -> int:
         """Return the bytes at a level, of a part at FULL."""
         if level is Level.COMPUTE:
             return self.compute
-        return {Part.WEIGHTS: self.weights, Part.MOMENTS: self.moments}.get(part, self.full)
+        return {UnitPart.WEIGHTS: self.weights, UnitPart.MOMENTS: self.moments}.get(part, self.full)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -141,7 +141,7 @@ class PlannedRank:
     def slot_bytes(self, unit: UnitId) -> int:
         """Return the bytes of a slot for a unit, or for its moments."""
         sizes = self.sizes[unit.whole]
-        return sizes.moments_slot if unit.part is Part.MOMENTS else sizes.slot
+        return sizes.moments_slot if unit.part is UnitPart.MOMENTS else sizes.slot
 
     @property
     def full_bytes(self) -> int:

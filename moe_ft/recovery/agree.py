@@ -57,6 +57,7 @@ def fetch_together(
         lost = frozenset[Copy]().union(*met.ranks.everyone.gather(fetched.lost, _LOST))
         if not fetching.leave_out(lost):
             return fetched, agreed, rejected
+        fetched.close()  # its borders have connections, and the next one has borders of its own
 
 
 def agree(plan: Plan, fetched: Fetched, met: Met) -> tuple[Agreed | None, list[Rejection]]:

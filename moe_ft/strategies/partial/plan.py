@@ -35,7 +35,7 @@ from moe_ft.strategies.interface import (
 from moe_ft.strategies.partial.selection import PartialConfig, RankShare
 from moe_ft.strategies.partial.strategy import PartialStrategy
 from moe_ft.strategies.rotating import PlannedRun
-from moe_ft.units import Level, Part, UnitId, UnitKind
+from moe_ft.units import Level, UnitId, UnitKind, UnitPart
 
 Bytes = npt.NDArray[np.int64]  # [rank]
 _MAX_RANK_ROWS = 16
@@ -366,13 +366,15 @@ class _Bytes:
 
     def __init__(self, stage: PlannedStage) -> None:
         units = dict.fromkeys(unit for rank in stage.ranks for unit in rank.sizes)
-        parts = [replace(unit, part=part) for unit in units for part in Part]
+        parts = [replace(unit, part=part) for unit in units for part in UnitPart]
         self._columns = {unit: column for column, unit in enumerate(parts)}
         self._bytes = np.zeros((len(stage.ranks), len(parts)), np.int64)
         for row, rank in zip(self._bytes, stage.ranks, strict=True):
             for unit, sizes in rank.sizes.items():
                 first = self._columns[unit.whole]
-                row[first : first + len(Part)] = [sizes.at(part, Level.FULL) for part in Part]
+                row[first : first + len(UnitPart)] = [
+                    sizes.at(part, Level.FULL) for part in UnitPart
+                ]
 
     def of(self, units: Iterable[UnitId]) -> Bytes:
         """Return ``[rank]`` the bytes of some units."""
@@ -476,8 +478,8 @@ class Partial(StrategyKind):
             if unit.kind is not UnitKind.EXPERT:
                 always.append(unit)
             elif options.master_always_full:
-                always.append(replace(unit, part=Part.WEIGHTS))
-                rotating.append(replace(unit, part=Part.MOMENTS))
+                always.append(replace(unit, part=UnitPart.WEIGHTS))
+                rotating.append(replace(unit, part=UnitPart.MOMENTS))
             else:
                 rotating.append(unit)
         return always, rotating

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ft.errors import PlanError
-from moe_ft.units import Part, UnitId, UnitKind, parse_unit
+from moe_ft.units import UnitId, UnitKind, UnitPart, parse_unit
 
 IN_LAYERS = (UnitKind.NON_EXPERT, UnitKind.ROUTER)
 OUTSIDE = tuple(kind for kind in UnitKind if kind not in (*IN_LAYERS, UnitKind.EXPERT))
@@ -20,7 +20,7 @@ UNITS = st.one_of(
         block=BLOCKS,
         layer=NUMBERS,
         expert=NUMBERS,
-        part=st.sampled_from(Part),
+        part=st.sampled_from(UnitPart),
     ),
 )
 
@@ -38,11 +38,11 @@ def test_name_of_any_unit_is_parsed_to_the_unit(unit: UnitId) -> None:
         (UnitId(kind=UnitKind.NON_EXPERT, layer=12), "layer.12.non-expert"),
         (UnitId(kind=UnitKind.FINAL_NORM), "final-norm"),
         (
-            UnitId(kind=UnitKind.EXPERT, layer=3, expert=7, part=Part.WEIGHTS),
+            UnitId(kind=UnitKind.EXPERT, layer=3, expert=7, part=UnitPart.WEIGHTS),
             "layer.3.expert.7.weights",
         ),
         (
-            UnitId(kind=UnitKind.EXPERT, layer=3, expert=7, part=Part.MOMENTS),
+            UnitId(kind=UnitKind.EXPERT, layer=3, expert=7, part=UnitPart.MOMENTS),
             "layer.3.expert.7.moments",
         ),
     ],
