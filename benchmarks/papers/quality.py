@@ -51,7 +51,7 @@ from moe_ft.config.fields import setting
 from moe_ft.strategies import registry
 from moe_ft.strategies.partial.plan import Partial
 from moe_ft.strategies.partial.selection import PartialConfig
-from moe_ft.units import Part, UnitId, UnitKind
+from moe_ft.units import UnitId, UnitKind, UnitPart
 from tests.demo_model import layout_flags, model_flags
 from tests.harness import Train, events, run_with_restarts
 
@@ -191,7 +191,11 @@ _LOSSY = Suite(
     }
 )
 
-_ROTATING = {"W": (Part.WEIGHTS,), "O": (Part.MOMENTS,), "WO": (Part.WEIGHTS, Part.MOMENTS)}
+_ROTATING = {
+    "W": (UnitPart.WEIGHTS,),
+    "O": (UnitPart.MOMENTS,),
+    "WO": (UnitPart.WEIGHTS, UnitPart.MOMENTS),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,7 +232,7 @@ class Covers(Partial):
             elif len(parts) == 2:
                 rotating.append(unit)
             else:
-                for part in (Part.WEIGHTS, Part.MOMENTS):
+                for part in (UnitPart.WEIGHTS, UnitPart.MOMENTS):
                     (rotating if part in parts else always).append(replace(unit, part=part))
         return always, rotating
 

@@ -19,7 +19,7 @@ from moe_ft.state import offloaded
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.quantized import is_quantized
 from moe_ft.state.tensors import kind_of, raw_tensor
-from moe_ft.units import Level, Part
+from moe_ft.units import Level, UnitPart
 
 MASTER_KEYS = ("param", "master_param")
 WEIGHT_KEYS = (*MASTER_KEYS, "weight")
@@ -62,7 +62,9 @@ def follows_masters(local: LocalParameter) -> bool:
     return is_staged or is_quantized(local.parameter)
 
 
-def describe(local: LocalParameter, level: Level, part: Part = Part.WHOLE) -> list[TensorEntry]:
+def describe(
+    local: LocalParameter, level: Level, part: UnitPart = UnitPart.WHOLE
+) -> list[TensorEntry]:
     """Return the tensors of a parameter's slice at a level, without offsets, from shapes alone.
 
     The result includes moments that do not exist yet.
@@ -75,9 +77,9 @@ def describe(local: LocalParameter, level: Level, part: Part = Part.WHOLE) -> li
     found = [
         TensorEntry(local.name, key, local.start, local.end, dtype_name(dtype), 0)
         for key, dtype in _keys(local, level)
-        if part is Part.WHOLE or (key in WEIGHT_KEYS) == (part is Part.WEIGHTS)
+        if part is UnitPart.WHOLE or (key in WEIGHT_KEYS) == (part is UnitPart.WEIGHTS)
     ]
-    if level is Level.FULL and part is not Part.WEIGHTS and local.start == 0:
+    if level is Level.FULL and part is not UnitPart.WEIGHTS and local.start == 0:
         found += [
             TensorEntry(local.name, key, 0, prod(shape), dtype_name(torch.float32), 0)
             for key, shape in uncut_shapes(local).items()

@@ -17,7 +17,7 @@ from moe_ft.format.boundary import BoundaryIndex
 from moe_ft.format.encoding import decode
 from moe_ft.format.index import Index
 from moe_ft.format.manifest import Manifest
-from moe_ft.units import Part, UnitKind, parse_unit
+from moe_ft.units import UnitKind, UnitPart, parse_unit
 from tests.simulation.parity import is_intact, made_again
 from tests.simulation.reachable import best_local, is_alive
 from tests.simulation.shape import Shape
@@ -140,7 +140,7 @@ def _whole_experts(
     Where weights and moments are saved separately, both must be there; the versions are those of the weights.
     """
     covered: dict[tuple[str, tuple[int, int]], set[int]] = defaultdict(set)
-    whole: dict[tuple[int, int], dict[Part, set[tuple[int, int]]]] = defaultdict(
+    whole: dict[tuple[int, int], dict[UnitPart, set[tuple[int, int]]]] = defaultdict(
         lambda: defaultdict(set)
     )
     for index in indexes:
@@ -155,7 +155,8 @@ def _whole_experts(
                 if len(elements) == prod(index.parameters[first.parameter].shape):
                     whole[unit.layer, unit.expert][unit.part].add(entry.version)
     found = {
-        expert: versions[Part.WHOLE] or (versions[Part.MOMENTS] and versions[Part.WEIGHTS])
+        expert: versions[UnitPart.WHOLE]
+        or (versions[UnitPart.MOMENTS] and versions[UnitPart.WEIGHTS])
         for expert, versions in whole.items()
     }
     return {expert: versions for expert, versions in found.items() if versions}

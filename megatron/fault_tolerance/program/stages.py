@@ -40,7 +40,7 @@ from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import GroupPlace, LocalParameter, home_part, local_parameters
 from moe_ft.state.tensors import inner_optimizers, layer_wise_chains
 from moe_ft.strategies.registry import chosen
-from moe_ft.units import Level, Part, UnitId, UnitKind
+from moe_ft.units import Level, UnitId, UnitKind, UnitPart
 
 # By the name that this file gives each: Megatron's.
 _GROUPS = {
@@ -396,7 +396,7 @@ def bytes_of(unit: UnitId, catalog: UnitCatalog, live: UnitCatalog) -> UnitBytes
     """Return what a rank saves of a unit; a second catalog says it of the unpacked state."""
     is_expert = unit.kind is UnitKind.EXPERT
 
-    def part(which: Part) -> int:
+    def part(which: UnitPart) -> int:
         tensors = catalog.tensors(replace(unit, part=which), Level.FULL)
         return _placed(tensors) if is_expert else 0
 
@@ -404,11 +404,11 @@ def bytes_of(unit: UnitId, catalog: UnitCatalog, live: UnitCatalog) -> UnitBytes
     return UnitBytes(
         full=_placed(tensors),
         compute=_placed(catalog.tensors(unit, Level.COMPUTE)),
-        weights=part(Part.WEIGHTS),
-        moments=part(Part.MOMENTS),
+        weights=part(UnitPart.WEIGHTS),
+        moments=part(UnitPart.MOMENTS),
         live=_placed(live.tensors(unit, Level.FULL)),
         slot=catalog.most_bytes(unit),
-        moments_slot=catalog.most_bytes(replace(unit, part=Part.MOMENTS)) if is_expert else 0,
+        moments_slot=catalog.most_bytes(replace(unit, part=UnitPart.MOMENTS)) if is_expert else 0,
         elements=sum(each.end - each.start for each in catalog.parameters_of(unit)),
         tensors=len(tensors),
     )

@@ -14,7 +14,7 @@ from moe_ft.state.parameters import LocalParameter, _owners
 from moe_ft.state.record import _apply_soap
 from moe_ft.state.slices import describe, live_tensor, make_state, uncut_shapes
 from moe_ft.state.tensors import inner_optimizers, kind_of
-from moe_ft.units import Level, Part, UnitId, UnitKind
+from moe_ft.units import Level, UnitId, UnitKind, UnitPart
 from tests.unit.moe_ft.builders import make_parameter
 
 UNIT = UnitId(kind=UnitKind.NON_EXPERT, layer=0)
@@ -31,7 +31,7 @@ def parameter_of(kind: Any, **options: Any) -> LocalParameter:
     return make_parameter(UNIT, "w", parameter=weight, optimizer=inner, master=weight)
 
 
-def keys_of(local: LocalParameter, part: Part = Part.WHOLE) -> list[tuple[str, int, int]]:
+def keys_of(local: LocalParameter, part: UnitPart = UnitPart.WHOLE) -> list[tuple[str, int, int]]:
     return [(each.key, each.start, each.end) for each in describe(local, Level.FULL, part)]
 
 
@@ -41,7 +41,7 @@ def test_factors_of_soap_are_saved_whole_by_the_rank_that_saves_the_first_number
     factors = [("L", ROWS), ("Q_L", ROWS), ("R", COLUMNS), ("Q_R", COLUMNS)]
     first = replace(local, start=0, end=10)
     assert keys_of(first) == [*cut, *((f"whole.{key}", 0, n * n) for key, n in factors)]
-    assert keys_of(first, Part.WEIGHTS) == cut[:1]
+    assert keys_of(first, UnitPart.WEIGHTS) == cut[:1]
     assert keys_of(replace(local, start=10, end=24)) == [(key, 10, 24) for key, *_ in cut]
     assert [each.key for each in describe(local, Level.COMPUTE)] == ["weight"]
 

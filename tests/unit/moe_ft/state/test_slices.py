@@ -13,7 +13,7 @@ from moe_ft.state.catalog import UnitCatalog
 from moe_ft.state.parameters import LocalParameter
 from moe_ft.state.slices import describe, live_tensor, make_state
 from moe_ft.state.tensors import inverse_scale, state_scales
-from moe_ft.units import Level, Part, UnitId, UnitKind
+from moe_ft.units import Level, UnitId, UnitKind, UnitPart
 from tests.few_bits_adam import FewBitsAdam
 from tests.unit.moe_ft.builders import make_optimizer, make_parameter
 
@@ -78,7 +78,9 @@ def native_optimizer(exp_avg: torch.dtype, exp_avg_sq: torch.dtype) -> Any:
     return optimizer
 
 
-def described(local: LocalParameter, level: Level = Level.FULL, part: Part = Part.WHOLE) -> Pairs:
+def described(
+    local: LocalParameter, level: Level = Level.FULL, part: UnitPart = UnitPart.WHOLE
+) -> Pairs:
     """Return keys and types of what a snapshot holds of a parameter."""
     return [(each.key, each.dtype) for each in describe(local, level, part)]
 
@@ -142,8 +144,8 @@ def test_parts_of_a_unit_are_its_weights_and_its_moments(
     local: LocalParameter, weights: list[str]
 ) -> None:
     moments = [] if local.optimizer is None else ["exp_avg", "exp_avg_sq"]
-    assert [key for key, _ in described(local, part=Part.WEIGHTS)] == weights
-    assert [key for key, _ in described(local, part=Part.MOMENTS)] == moments
+    assert [key for key, _ in described(local, part=UnitPart.WEIGHTS)] == weights
+    assert [key for key, _ in described(local, part=UnitPart.MOMENTS)] == moments
 
 
 # What is live

@@ -6,7 +6,7 @@ from moe_ft.errors import ConfigError
 from moe_ft.strategies.interface import Counting
 from moe_ft.strategies.partial.plan import PARTIAL
 from moe_ft.strategies.partial.selection import PartialConfig
-from moe_ft.units import Part
+from moe_ft.units import UnitPart
 from tests.unit.moe_ft.strategies.stage import CATALOG, EXPERTS, OTHERS, build, config_of, facts_of
 
 
@@ -52,8 +52,8 @@ def test_experts_rotate_and_everything_else_does_not() -> None:
 
 def test_master_weights_that_are_always_saved_do_not_rotate() -> None:
     strategy = build(PARTIAL, PartialConfig(master_always_full=True))
-    assert {unit.part for unit in strategy.rotation.units} == {Part.MOMENTS}
-    assert {unit.part for unit in strategy.always} == {Part.WHOLE, Part.WEIGHTS}
+    assert {unit.part for unit in strategy.rotation.units} == {UnitPart.MOMENTS}
+    assert {unit.part for unit in strategy.always} == {UnitPart.WHOLE, UnitPart.WEIGHTS}
 
 
 def test_replicated_state_is_divided_for_each_snapshot_with_adaptive_sharding_only() -> None:
