@@ -90,7 +90,7 @@ def find_facts(
 
 
 def find_versions() -> dict[str, str]:
-    """Return versions of what training needs; nothing is imported for it."""
+    """Return versions of what training needs; no code of theirs is imported for it."""
     found = {package: version for package, (version, _) in versions(_PACKAGES).items()}
     return {"moe_ft": moe_ft.__version__, "python": platform.python_version(), **found}
 

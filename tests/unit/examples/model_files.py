@@ -135,11 +135,11 @@ def _row(strategy: str, plan: Plan) -> tuple[str, ...]:
     text, checkpoint = plan.text, plan.footprint.checkpoint_bytes
     iterations, repeated, lost = plan.job.persist_interval, "1 to 2", ("none", "none")
     if strategy == "sparse":
-        (window,) = re.findall(r"window (\d+), the shortest", text)
+        (window,) = re.findall(r"window: (\d+), the shortest", text)
         (repeated,) = re.findall(r"again, conversion included: (\d+ to \d+),", text)
         iterations *= int(window)
     if strategy == "partial":
-        (some,) = re.findall(r"memory \(no node lost\) +([\d.]+)", text)
+        (some,) = re.findall(r"memory or peers +([\d.]+)", text)
         (everything,) = re.findall(r"storage \(all nodes lost\) +([\d.]+)", text)
         lost = (f"{float(some):g} iterations", f"{float(everything):g} iterations")
     return (
