@@ -23,7 +23,7 @@ from megatron.fault_tolerance.program.arguments import (
 )
 from megatron.fault_tolerance.seams.flag_classes import megatron_flags, names_of, untested_flags
 from megatron.fault_tolerance.seams.refusals import check_refusals
-from moe_ft.config.flag_table import FLAGS, REFUSED_HERE, Kind, flag_classes, names_in
+from moe_ft.config.flag_table import FLAGS, REFUSED_HERE, Kind, names_in
 from moe_ft.config.rules import Rule
 from moe_ft.errors import ConfigError
 from moe_ft.strategies import registry
