@@ -115,7 +115,7 @@ docs-serve: .venv/installed
 # Not here: papers.routing and papers.expert_placement need a trace that is not part of the repository; papers.quality
 # and papers.expert_slots train for long, and keep their runs in a folder to be named; verdicts strikes nodes for an
 # hour; bridge_recovery runs in .venv/bridge.
-BENCHMARKS := stall storage convert recovery_time planning scale agreement local_recovery flag_costs \
+BENCHMARKS := stall storage convert recovery_time other_layout planning scale agreement local_recovery flag_costs \
     kernels object_store kernel_code streams gradient_replicas replica_sources \
     simulator_vs_measured report_speed spare_nodes elastic_nodes played_roles parity_speed \
     corruption_checks papers.sparse_schedule papers.overhead papers.tables

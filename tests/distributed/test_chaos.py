@@ -7,8 +7,8 @@ from tests.chaos.verdict import Verdict, run_case
 from tests.namespaces import why_none
 from tests.references import Place
 
-# Ranks die while a repair replays; roles are played. That two nodes are lost is test_crowding.py.
-SHORT = (3, 4)
+# Two nodes are lost, and one comes back; ranks die while a repair replays; roles are played.
+SHORT = (2, 3, 4)
 
 
 @pytest.mark.timeout(1200)
