@@ -100,7 +100,8 @@ class EngineRank(MoeFtMemory):
         super().__init__(state, Site(rank=0, num_ranks=1, disk=memory, tmpfs=memory))
         self.iteration = 0
         self.start()
-        self.engine, self.catalog = self._engine, self._catalog
+        self.engine = self._engine
+        self.catalog = self._catalog
         self.strategy = DenseStrategy(self.catalog.units)
         self.node_dir = self._node_dir(self._node)
         self.optimizer = self._optimizer

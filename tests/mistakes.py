@@ -167,7 +167,8 @@ class Source:
     """A file of the product, and its functions that live in this process."""
 
     def __init__(self, path: str) -> None:
-        self.path, self._text = path, Path(path).read_text()
+        self.path = path
+        self._text = Path(path).read_text()
         self.mistakes = mistakes_in(ast.parse(self._text))
 
     def make(self, number: int, live: Sequence[FunctionType]) -> bool:
@@ -320,8 +321,11 @@ class Noticing:
         seconds: float,
         per_test: int,
     ) -> None:
-        self._run, self._modules, self._candidates = run, modules, candidates
-        self._end_s, self._per_test = time.monotonic() + seconds, per_test
+        self._run = run
+        self._modules = modules
+        self._candidates = candidates
+        self._end_s = time.monotonic() + seconds
+        self._per_test = per_test
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -482,7 +486,8 @@ class Simulating:
         import torch
 
         torch.set_num_threads(1)
-        self._run, self._schedules = run, list(_schedules())
+        self._run = run
+        self._schedules = list(_schedules())
         gc.collect()
         for first in range(len(run.read("schedules")), len(self._schedules), _BATCH):
             self._new = range(first, min(first + _BATCH, len(self._schedules)))

@@ -288,7 +288,7 @@ def stage_rank(ep_rank: int, num_layers: int, num_local: int) -> RankUnits:
 def plan_another_order(
     strategy: SparseStrategy, generator: np.random.Generator, shape: tuple[int, int]
 ) -> None:
-    """Plan a window for which the experts are ordered anew."""
+    """Plan a window for which the experts are ordered again."""
     strategy.add_tokens(generator.integers(0, 1000, shape))
     plan = strategy.plan_window(0)
     assert plan.facts["reordered"]
@@ -325,7 +325,7 @@ def main() -> None:
     ]
     if options.trace:
         tokens = np.diff(load_routing(options.trace), axis=0).astype(np.float64)
-        # Drawn anew in every iteration, with the same expectation.
+        # Drawn again in every iteration, with the same expectation.
         drawn = np.random.default_rng(0).poisson(tokens).astype(np.float64)
         variants = (("interpolated", tokens), ("drawn", drawn))
         rows = itertools.chain.from_iterable(trace_rows(each, name) for name, each in variants)

@@ -6,6 +6,7 @@ conversion.py finds out what a source is; run_model.py, megatron_checkpoint.py a
 the kinds of sources.
 """
 
+from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -228,7 +229,7 @@ def read_ahead(items: Iterable[Item], model: SourceModel) -> Iterator[tuple[Item
             yield first()
 
 
-class Format:
+class Format(ABC):
     """Writer of a destination in one format; by default of all tensors, and any of them in any file."""
 
     def __init__(self, model: SourceModel) -> None:
@@ -238,20 +239,20 @@ class Format:
         """Return the tensors to write; raise ConfigError if the format cannot hold them."""
         return tensors
 
+    @abstractmethod
     def names_of(self, item: Item) -> Sequence[str]:
         """Return the names of an item in the destination: several tensors, or a part of one."""
-        raise NotImplementedError
 
     def file_of(self, item: Item) -> str:
         """Return what items have in common that must be in one file, as `into_shards` needs it."""
         return ""
 
+    @abstractmethod
     def write_shard(
         self, folder: Path, number: int, count: int, items: Sequence[Item]
     ) -> WrittenFile:
         """Write the file of one shard."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, folder: Path, shards: Sequence[Any], items: Sequence[Item]) -> None:
         """Write what makes the shards, with what verifying each has found, one checkpoint."""
-        raise NotImplementedError

@@ -241,7 +241,7 @@ class SparsePlan(StrategyPlan):
         self._is_grouped = job.model.is_grouped if is_grouped is None else is_grouped
         self.longest_window = self._given or options.max_window
         self._links = known_links(job)
-        # Which experts will be popular has nothing to do with who owns them: orders are drawn. With one owner
+        # Which experts will be popular does not depend on who owns them: orders are drawn. With one owner
         # of each expert it makes no difference.
         has_owners = job.model.num_moe_layers > 0 and job.num_expert_owners > 1
         self._num_orders = _NUM_ORDERS if has_owners else 1

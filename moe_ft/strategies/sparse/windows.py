@@ -639,7 +639,7 @@ def spread_over_ranks(full: Bytes) -> list[int]:
         out=(np.arange(num_units) + 0.5) / max(1, num_units),
         where=shares > 0,
     )
-    # What only rounding tells apart stays in the order that is wanted.
+    # Units that differ by rounding alone keep the order that was asked for.
     found: list[int] = np.argsort(places.round(9), kind="stable").tolist()
     return found
 

@@ -58,7 +58,8 @@ class SmallLog:
         self.slots = [BoundarySlot(directory, number, size) for number in range(num_slots)]
         for slot in self.slots:
             slot.open()
-        self.worker, self.reports = ManualWorker(is_eager=False), EventQueue()
+        self.worker = ManualWorker(is_eager=False)
+        self.reports = EventQueue()
         identity = make_identity(world_size=3)
         header = header_bytes(TRAFFIC.num_sends(STAGE))
         self.log = BoundaryLog(
