@@ -159,7 +159,7 @@ class Watched:
         repairs = wait_for(found, "the repair", _DEADLINE_S, poll_s=0.5)
         for each in repairs:
             assert each["dead_ranks"] == list(dead), repairs
-            assert [*map(int, each["played"])] == list(played), repairs
+            assert each["shared"] == list(played), repairs
         phases_s = {
             name: max(
                 each["phases_s"].get(name, 0.0)

@@ -257,7 +257,7 @@ class RepairLine(Line, frozen=True, kw_only=True):
     seconds: float
     is_replacement: bool = False
     taken_over: dict[str, str] = {}
-    played: dict[str, Int] = {}
+    shared: tuple[Int, ...] = ()
     phases_s: dict[str, float] = {}
 
 

@@ -33,7 +33,7 @@ _RECOVERIES = (
     *("in all %", "loss before", "after", "highest"),
 )
 _REPAIRS = (
-    *("start", "replaced ranks", "that hung", "nodes", "played", "in iteration", "seconds"),
+    *("start", "replaced ranks", "that hung", "nodes", "shared", "in iteration", "seconds"),
 )
 _RANKS = ("rank", "start", "iterations done", "last phase", "how it ended", "idle s")
 
@@ -200,7 +200,7 @@ def _repair(repair: RepairFacts) -> tuple[object, ...]:
         ", ".join(map(str, repair.dead_ranks)),
         ", ".join(repair.hung_s) or "-",
         _list(repair.hosts_taken_over, "{1} for {0}") or "-",
-        _list(repair.played_by, "{0} by {1}") or "-",
+        ", ".join(map(str, repair.shared_ranks)) or "-",
         repair.broken_iteration,
         f"{repair.repair_s:.1f}",
     )

@@ -89,8 +89,8 @@ class RepairFacts(msgspec.Struct, frozen=True, kw_only=True):
     dead_ranks: Annotated[tuple[int, ...], Meta(description="that were replaced")]
     hung_s: Annotated[dict[str, float], Meta(description="by dead rank that hung: for how long")]
     hosts_taken_over: Annotated[dict[str, str], Meta(description="by lost host: its spare")]
-    played_by: Annotated[
-        dict[str, int], Meta(description="by rank without a replacement: who plays its role")
+    shared_ranks: Annotated[
+        tuple[int, ...], Meta(description="without a device of their own: peers run their work")
     ]
     broken_iteration: Annotated[int, Meta(description="the one in which they died, from 1")]
     repair_s: Annotated[float, Meta(description="from the death until that iteration was finished")]
@@ -290,7 +290,7 @@ def _repair(event: RepairLine) -> RepairFacts:
         dead_ranks=event.dead_ranks,
         hung_s=event.hung_s,
         hosts_taken_over=event.taken_over,
-        played_by=event.played,
+        shared_ranks=event.shared,
         broken_iteration=event.broken_iteration + 1,  # as log lines count
         repair_s=event.seconds,
     )

@@ -135,7 +135,7 @@ class Repair:
         recovered: the iteration that was recovered, from which training was run again.
         hung_s: by rank, of those that were killed because they hung: for how long.
         taken_over: lost nodes, each with the spare that has its ranks now.
-        played: dead ranks that nobody replaces, each with the rank that plays its role.
+        shared: ranks that have no device of their own after it, ascending: peers run their micro-batches.
         left_out: the failure that its batch has led to twice, if that iteration is left out.
     """
 
@@ -147,7 +147,7 @@ class Repair:
     is_replacement: bool
     phases_s: Mapping[str, float]
     taken_over: Mapping[str, str]
-    played: Mapping[int, int] = field(default_factory=dict)
+    shared: tuple[int, ...] = ()
     left_out: Failure | None = None
 
 

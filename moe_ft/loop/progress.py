@@ -174,7 +174,7 @@ class ProgressListener(LoopListener):
             hung_s={str(rank): seconds for rank, seconds in repair.hung_s.items()},
             is_replacement=repair.is_replacement,
             taken_over=dict(repair.taken_over),
-            played={str(rank): deputy for rank, deputy in repair.played.items()},
+            shared=list(repair.shared),
             broken_iteration=repair.iteration,
             recovered_iteration=repair.recovered,
             scope="local" if loop.stages_alone else "global",

@@ -100,7 +100,7 @@ def _run(job: ChaosJob, result: Result) -> None:
 
 def _starts_again(job: ChaosJob, result: Result) -> bool:
     """Start a job again that has ended before its last iteration; judge how it has ended."""
-    is_whole = {*_final_digests(job)} | _played(job) >= {*range(NUM_RANKS)}
+    is_whole = {*_final_digests(job)} >= {*range(_num_ranks(job))}
     codes = {name: each.agent.poll() for name, each in job.nodes.items() if not each.is_struck}
     job.note(f"ended with {codes}, {'after' if is_whole else 'before'} the last iteration")
     if any(codes.values()) or not (is_whole or "--exit-interval" in job.case.flags):
@@ -130,15 +130,12 @@ def _final_digests(job: ChaosJob) -> dict[int, set[str]]:
     return found
 
 
-def _played(job: ChaosJob) -> set[int]:
-    """Return the ranks whose roles others play at last, or that a smaller job lacks."""
-    lines = [*_events(job, "start"), *_events(job, "repair")]
+def _num_ranks(job: ChaosJob) -> int:
+    """Return the number of ranks of the last start: a smaller job lacks some."""
+    lines = [*_events(job, "start")]
     newest = max((line["incarnation"] for line in lines), default=0)
-    lines = [line for line in lines if line["incarnation"] == newest]
-    size = min((line.get("world_size", NUM_RANKS) for line in lines), default=NUM_RANKS)
-    return {int(rank) for line in lines for rank in line.get("played", ())} | {
-        *range(size, NUM_RANKS)
-    }
+    sizes = (line["world_size"] for line in lines if line["incarnation"] == newest)
+    return min(sizes, default=NUM_RANKS)
 
 
 def _judge_state(job: ChaosJob, place: Place, result: Result) -> None:

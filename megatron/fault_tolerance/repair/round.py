@@ -162,7 +162,7 @@ def _report(rank: Repaired, met: Round, iteration: int, recovered: int, phases: 
         is_replacement=own in met.dead_ranks,
         taken_over=met.taken_over,
         phases_s=phases.seconds,
-        played=played,
+        shared=(),
         left_out=(left_out := rank.member.left_out.get(iteration)),
     )
     rank.listeners.after_repair(done)

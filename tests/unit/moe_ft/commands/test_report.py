@@ -139,7 +139,7 @@ def test_repairs_are_told_from_restarts(tmp_path: Path) -> None:
         broken_iteration=6,
         seconds=30.46,
         taken_over={"node1": "node9"},
-        played={"2": 0},
+        shared=[1, 3],
     )
     for _ in range(2):  # once more in another start
         log = write_run(tmp_path, 0, [4.0], incarnation=3)
@@ -150,11 +150,18 @@ def test_repairs_are_told_from_restarts(tmp_path: Path) -> None:
     left_out = "1: iteration 7 (rank 1: ValueError: sample 3)"
     assert f"batches left out                {left_out}" in lines
     head = lines.index(
-        "start  replaced ranks  that hung  nodes            played  in iteration  seconds"
+        "start  replaced ranks  that hung  nodes            shared  in iteration  seconds"
     )
     assert lines[head + 2] == (
-        "    2  1, 3                    3  node9 for node1  2 by 0             7     30.5"
+        "    2  1, 3                    3  node9 for node1  1, 3               7     30.5"
     )
+
+
+def test_repair_of_an_earlier_version_that_had_roles_played_is_read(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {"dead_ranks": [], "hung_s": {}, "broken_iteration": 6, "seconds": 4.5}
+    write_run(tmp_path, 0, [5.0]).write("repair", 7, **facts, played={"3": 2})
+    (repair,) = summarize(tmp_path).repairs
+    assert (repair.repair_s, repair.shared_ranks) == (4.5, ())
 
 
 def test_rank_without_events_is_left_out(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def test_repair_names_the_dead_ranks_and_where_training_ran_again(
             hung_s={3: 61.5},
             is_replacement=True,
             taken_over={"node1": "spare"},
-            played={2: 0},
+            shared=(2,),
             phases_s={"notice": 0.25, "swap": 0.5},
         )
     )
@@ -224,7 +224,7 @@ def test_repair_names_the_dead_ranks_and_where_training_ran_again(
         "hung_s": {"3": 61.5},
         "is_replacement": True,
         "taken_over": {"node1": "spare"},
-        "played": {"2": 0},
+        "shared": [2],
         "broken_iteration": 7,
         "recovered_iteration": recovered,
         "scope": scope,
