@@ -326,9 +326,10 @@ class Agent:
 
     def _assignment(self, order: Order, rank: int) -> Assignment:
         size = self._options.ranks_per_node
+        local_rank = rank % size
         return Assignment(
             rank=rank,
-            local_rank=rank % size,
+            local_rank=local_rank,
             world_size=order.num_nodes * size,
             node=self._options.name,
             start=self._options.restart + order.start,
@@ -336,6 +337,7 @@ class Agent:
             round=order.round,
             died_s=order.died_s if order.round else None,
             lost_node=order.lost_node,
+            host_rank=None if order.host is None else order.host * size + local_rank,
             is_watched=not self._options.is_alone,
             max_restarts=self._options.max_restarts,
             fewest_nodes=self._options.fewest,

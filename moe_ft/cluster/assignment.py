@@ -25,6 +25,7 @@ class Assignment:
             first process of a rank in a start.
         hung_s: seconds for which that process had hung when it was killed for it; 0 if it was not.
         lost_node: node on which that process ran, if it is lost; else empty.
+        host_rank: rank of this node whose device this process shares; None if it has one of its own.
         is_watched: whether a coordinator calls silent nodes lost, for which it needs a while.
         max_restarts: starts of all ranks that may follow, in a row without a finished iteration.
         fewest_nodes: with which the job can train; 0 if none may be missing.
@@ -43,6 +44,7 @@ class Assignment:
     died_s: float | None = None
     hung_s: float = 0.0
     lost_node: str = ""
+    host_rank: int | None = None
     is_watched: bool = False
     max_restarts: int = 0
     fewest_nodes: int = 0

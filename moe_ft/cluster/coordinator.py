@@ -167,10 +167,11 @@ class Coordinator:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case Seat(node, slot, round, lost):
+            case Seat(node, slot, round, lost, host):
                 died_s = self._died_s.get(round, 0.0)
                 ranks = self.job.ranks_of([slot])
-                self._order(node, Order(ranks=ranks, round=round, died_s=died_s, lost_node=lost))
+                order = Order(ranks=ranks, round=round, died_s=died_s, lost_node=lost, host=host)
+                self._order(node, order)
             case EndSlot(node, slot):
                 # Before the round begins: whoever leaves because of it has been told to end.
                 round = self.job.reports.newest

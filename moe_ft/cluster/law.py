@@ -65,6 +65,7 @@ _REFUSED = (2, 4, _CORRUPT)  # exit codes of ranks that would end so again (loop
 Done = tuple[Job, list[Command]]
 _IN_VAIN = {
     "crowd": "; no other node has room for these ranks",
+    "share": "; no other node has room for these ranks",
     "reroute": "; peers cannot play the roles of all ranks of a stage",
 }
 
@@ -158,7 +159,13 @@ def _seat(job: Job, id: str, slot: int, opened: OpenSlot | None = None) -> tuple
     seats = {each: node for each, node in job.seats.items() if each != slot} | {slot: id}
     round, lost = opened[:2] if opened else (0, "")
     job = replace(job, seats=seats, names=names)
-    return job, Seat(id, slot, round, lost)
+    return job, Seat(id, slot, round, lost, _host_of(seats, slot))
+
+
+def _host_of(seats: Mapping[int, str], slot: int) -> int | None:
+    """Return the slot of a crowded node that it had first; None for that slot, and for other nodes."""
+    first = next(each for each, id in seats.items() if id == seats[slot])
+    return None if first == slot else first
 
 
 def _replace_missing(job: Job) -> Done:
@@ -215,8 +222,9 @@ def _lose(job: Job, ids: Collection[str], why: str, code: int = 1) -> Done:
         job, opened={**job.opened, **opened}, played=job.played | answer.played, is_declaring=True
     )
     moves = {(job.nodes[host].name, names[slot]): None for slot, host in answer.hosts.items()}
+    word = f"{FLAG} {job.policy.without_spare}"
     for host, name in moves:
-        line = f"no spare is left: node {host} also runs ranks of node {name} ({FLAG} crowd)"
+        line = f"no spare is left: node {host} also runs ranks of node {name} ({word})"
         commands.append(Say(line, is_warning=True))
     if answer.played:
         ranks = ", ".join(map(str, job.ranks_of(answer.played)))
@@ -400,7 +408,11 @@ def _begin(job: Job, why: str, done: Iterable[Command] = (), *, is_failure: bool
         unfit=job.unfit,
     )
     begin = Begin(job.start, job.size, why)
-    return job, [*done, begin, *(Seat(id, slot) for slot, id in seats.items())]
+    return job, [
+        *done,
+        begin,
+        *(Seat(id, slot, host=_host_of(seats, slot)) for slot, id in seats.items()),
+    ]
 
 
 def _end(job: Job) -> Done:
@@ -485,7 +497,7 @@ def answer_to(
         return SlotAnswer("repair")
     if not why:
         kind = job.policy.without_spare
-        can_crowd = kind == "crowd" and not job.reports.full
+        can_crowd = kind in ("crowd", "share") and not job.reports.full
         if can_crowd and (hosts := _hosts_of(job, sorted(slots)[-few:])):
             return SlotAnswer("repair", hosts=hosts)
         if kind == "reroute" and (played := _played_of(job, slots)):

@@ -14,7 +14,7 @@ from moe_ft.verdicts import Failure
 MOST_UNFINISHED = 3  # rounds, or smaller starts, in a row before an iteration is finished
 # [stage][group] the ranks that are lost together: peers can play them while another group of the stage lives.
 Stages = Sequence[Sequence[Sequence[int]]]
-WithoutSpare = Literal["end", "wait", "crowd", "reroute", "shrink"]
+WithoutSpare = Literal["end", "wait", "crowd", "share", "reroute", "shrink"]
 
 
 class Shape(NamedTuple):
@@ -198,12 +198,14 @@ class Seat(NamedTuple):
     Attributes:
         round: in which they replace those of a lost node; 0 at a start.
         lost: name of that node.
+        host: slot that the node has already, whose devices these ranks share; None if it has no other.
     """
 
     node: str
     slot: int
     round: int = 0
     lost: str = ""
+    host: int | None = None
 
 
 class EndSlot(NamedTuple):

@@ -34,6 +34,7 @@ class Order:
         lost_node: that had them before.
         start: for which all ranks end that run for an earlier one; 0 is the first.
         num_nodes: slots of that start.
+        host: slot of the node whose devices the ranks share; None if they have devices of their own.
         ends: ranks that it is to end, as another node gets them in the next round.
     """
 
@@ -43,6 +44,7 @@ class Order:
     lost_node: str = ""
     start: int = 0
     num_nodes: int = 0
+    host: int | None = None
     ends: tuple[int, ...] = ()
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from moe_ft.config.fields import flag_of
 
 FLAG, OLD_FLAG, ELASTIC = (flag_of(name) for name in ("without_spare", "spare", "elastic"))
-ANSWERS = ("auto", "end", "wait", "crowd", "reroute", "shrink")
+ANSWERS = ("auto", "end", "wait", "crowd", "share", "reroute", "shrink")
 OLD_ANSWER, OLD_ANSWERS = "off", ("restart", "wait")
 
 

@@ -89,7 +89,7 @@ class Chance:
         self.policy = Policy(
             shape=Shape(nodes, rng.choice((1, 2)), rng.choice((0, 0, 1, min(2, nodes)))),
             repair=rng.random() < 0.9,
-            without_spare=rng.choice(("end", "wait", "crowd", "crowd", "reroute", "shrink")),
+            without_spare=rng.choice(("end", "wait", "crowd", "share", "reroute", "shrink")),
             store=rng.choice((0, nodes, nodes)),
             max_restarts=rng.choice((0, 0, 2)),
             domains={f"n{number}": "xy"[number % 2] for number in range(nodes)},
@@ -220,7 +220,7 @@ class Chance:
         has_all = job.names.keys() == {*range(job.size)}  # else some nodes have never come
         assert job.over is not None or not has_all or len(found) == job.size, "a slot has no node"
         is_crowded = len({*job.seats.values()}) < len(job.seats)
-        assert not is_crowded or policy.without_spare == "crowd"
+        assert not is_crowded or policy.without_spare in ("crowd", "share")
         assert not job.played or policy.without_spare == "reroute"
         assert not job.opened or policy.without_spare == "wait"
         assert policy.shape.fewest or job.size == policy.shape.num_nodes

@@ -199,8 +199,10 @@ def _listed(each: tuple[object, ...] | None) -> str:
 
 
 _TEXTS: dict[type[Command], Callable[..., str]] = {
-    Seat: lambda node, slot, round, lost: (
-        f"seat {node} {slot}" + f" in round {round} for {lost}" * bool(round)
+    Seat: lambda node, slot, round, lost, host: (
+        f"seat {node} {slot}"
+        + f" in round {round} for {lost}" * bool(round)
+        + f" beside {host}" * (host is not None)
     ),
     EndSlot: lambda node, slot: f"end {slot} on {node}",
     Strike: lambda nodes, why: f"strike {_listed(nodes)}: {why}",

@@ -4,7 +4,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import pytest
 
 from moe_ft.cluster import law
 from moe_ft.cluster.agent import Agent
+from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.forks import Forks
 from moe_ft.cluster.options import KeepOptions
-from moe_ft.cluster.roster import OVER
+from moe_ft.cluster.roster import OVER, Order, of_node
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.cluster.target import Target
 from moe_ft.engine.memory.job_directory import entered_job, own_directory
@@ -275,6 +276,24 @@ class Cut:
         if self.is_cut:
             raise TimeoutError("cut off")
         return getattr(self._store, name)
+
+
+@pytest.mark.parametrize(("host", "host_ranks"), [(None, [None, None]), (3, [6, 7])])
+def test_ranks_know_whose_devices_they_share(
+    host: int | None, host_ranks: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, given = Job(), list[Assignment]()
+    monkeypatch.setattr(NoForks, "run", lambda self, each, variables: given.append(each))
+    over = {"code": 0, "why": ""}
+    monkeypatch.setattr(NoForks, "hear", lambda self, timeout_s: job.store.set(OVER, over))
+    target = Target(words=("train.py", "--moe-ft-repair", "auto"))
+    options = replace(SPARE, target=target, ranks_per_node=2)
+    member = Agent(options, NoForks(), lambda limit_s: job.store)
+    (id,) = (each["id"] for each in job.store.values("nodes/arrived"))
+    order = Order(ranks=(0, 1), round=1, lost_node="host1", num_nodes=4, host=host)
+    job.store.append(of_node(id, "orders"), asdict(order))
+    assert member.run() == 0
+    assert [each.host_rank for each in given] == host_ranks
 
 
 @pytest.mark.parametrize(("store_on", "code"), [(0, 0), (2, 1)], ids=["node", "of the store"])

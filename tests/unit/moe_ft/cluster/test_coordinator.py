@@ -151,7 +151,8 @@ def test_ranks_that_a_host_had_for_a_lost_node_end_before_another_node_gets_them
     job, rounds = job_that_trains(num_nodes=3, without_spare="crowd")
     beat_but(job, "host2", advance=advance)
     host = job.seats["host0"]
-    assert [(order.ranks, order.round) for order in host.new_orders()] == [((2,), 1)]
+    found = [(order.ranks, order.round, order.host) for order in host.new_orders()]
+    assert found == [((2,), 1, 0)]
     del job.seats["host2"]
     spare = job.come("host3", 3)
     assert not host.new_orders() and not spare.new_orders()
@@ -159,7 +160,7 @@ def test_ranks_that_a_host_had_for_a_lost_node_end_before_another_node_gets_them
     job.coordinator.step()
     assert host.new_orders() == [Order(ends=(2,), round=1, num_nodes=3)]
     (order,) = spare.new_orders()
-    assert (order.ranks, order.round, order.lost_node) == ((2,), 2, "host0")
+    assert (order.ranks, order.round, order.lost_node, order.host) == ((2,), 2, "host0", None)
     assert rounds.dead_ranks(2) == (2,)
 
 

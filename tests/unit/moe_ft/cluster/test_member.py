@@ -78,10 +78,11 @@ def test_rank_of_a_lost_node_joins_the_round_of_its_loss_and_one_that_dies_there
     store = dist.HashStore()
     rounds = member_of(0, 2, store).rounds
     assert rounds.declare_lost([1]) == 1
-    first = member_of(1, 2, store, round=1, died_s=4.0, node="spare", lost_node="lost")
+    first = member_of(1, 2, store, round=1, died_s=4.0, node="spare", lost_node="lost", host_rank=0)
     first.take_place()
     first.link.note_hang(3.0)
     second = first.replacement(7.0)
+    assert second.assignment.host_rank == 0
     second.connect(LookedAt(store))
     second.take_place()
     assert (first.round, second.round) == (1, 2)

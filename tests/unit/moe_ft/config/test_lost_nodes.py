@@ -28,7 +28,10 @@ def parse(words: list[str]) -> tuple[MoeFtConfig, list[str]]:
         ([], "crowd", ""),
         ([ELASTIC], "shrink", ""),
         ([WITHOUT, "auto"], "crowd", ""),
-        *(([WITHOUT, each], each, "") for each in ("end", "wait", "crowd", "reroute", "shrink")),
+        *(
+            ([WITHOUT, each], each, "")
+            for each in ("end", "wait", "crowd", "share", "reroute", "shrink")
+        ),
         ([f"{WITHOUT}=crowd", ELASTIC], "crowd", ""),
         ([SPARE, "wait"], "wait", f"{SPARE}=wait is {WITHOUT} wait now: write that"),
         ([f"{SPARE}=restart"], "end", f"{SPARE}=restart is {WITHOUT} end now: write that"),
