@@ -143,7 +143,6 @@ class Coordinator:
             knowing = known.knowing if newest == known.newest else None
             knowing = frozenset(rounds.survivors(newest)) if may_lose else knowing
         trained = known.trained or rounds.has(RoundMark.FINISHED)
-        is_building = bool(self.job.returned)
         return RankReports(
             newest=newest,
             finished=finished,
@@ -151,9 +150,6 @@ class Coordinator:
             ended=known.ended or rounds.has(RoundMark.ENDED),
             waiting=rounds.waiting(known.waiting),
             knowing=knowing,
-            met=is_building and newest > finished and rounds.has(RoundMark.ALL_MEMBERS, newest),
-            ready=rounds.ready(finished + 1, newest) if is_building else frozenset(),
-            stages=rounds.stages() if trained and not known.trained else known.stages,
             full=rounds.has(RoundMark.FULL) if trained and not known.trained else known.full,
             in_place=not rounds.has(RoundMark.NOT_IN_PLACE)
             if trained and not known.trained
@@ -213,14 +209,10 @@ class Coordinator:
         self._store.append(of_node(node, "orders"), facts)
 
     def _declare(self, command: Declare) -> None:
-        slots, absent, is_loss = command
+        slots, is_loss = command
         died_s = self._roster.lost_s if is_loss else time.time()
-        number = self._rounds.declare_lost(
-            self.job.ranks_of(slots),
-            self.job.reports.newest,
-            None if absent is None else self.job.ranks_of(absent),
-            died_s,
-        )
+        newest = self.job.reports.newest
+        number = self._rounds.declare_lost(self.job.ranks_of(slots), newest)
         self._died_s[number] = died_s
         self._feed(Declared(number))
 

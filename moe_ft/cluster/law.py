@@ -51,23 +51,15 @@ from moe_ft.cluster.membership import (
     Wake,
 )
 from moe_ft.config.fields import size_text
-from moe_ft.config.lost_nodes import FLAG
+from moe_ft.config.lost_nodes import CROWDED, FLAG
 from moe_ft.verdicts import Failure, FailureKind, first_of, is_repeated
 
 GATHER_S = 3.0  # for further nodes to come, or to be told to end
 MISSING_S = 30.0  # for a node to come, after the last one that came
-BUILT_S = 150.0  # for ranks that come back: the others wait for them 180 s (cluster/member.py)
-AGAIN_S = 60.0  # until peers that play roles are interrupted again by ranks that come back
-AGAIN_AFTER_LATE_S = 600.0  # until they are asked again if these were not built by then
 _CORRUPT = 5  # of a job without a node that could replace one that computes wrongly
 _REFUSED = (2, 4, _CORRUPT)  # exit codes of ranks that would end so again (loop/refusing.py)
 
 Done = tuple[Job, list[Command]]
-_IN_VAIN = {
-    "crowd": "; no other node has room for these ranks",
-    "share": "; no other node has room for these ranks",
-    "reroute": "; peers cannot play the roles of all ranks of a stage",
-}
 
 
 def step(job: Job, event: Event) -> Done:
@@ -75,7 +67,7 @@ def step(job: Job, event: Event) -> Done:
     if job.over is not None:
         return job, []
     job, commands = _take_in(job, event)
-    for rule in (_part, _replace_missing, _return_played, _uncrowd, _grow, _fill, _end):
+    for rule in (_part, _replace_missing, _uncrowd, _grow, _fill, _end):
         if job.over is None and not job.is_declaring:
             job, more = rule(job)
             commands = [*commands, *more]
@@ -106,8 +98,7 @@ def _take_in(job: Job, event: Event) -> Done:
             return replace(
                 job,
                 opened={s: o._replace(round=o.round or number) for s, o in job.opened.items()},
-                returned={slot: round or number for slot, round in job.returned.items()},
-                reports=replace(job.reports, newest=number, met=False),
+                reports=replace(job.reports, newest=number),
                 is_declaring=False,
             ), []
         case Passed(what):
@@ -115,19 +106,14 @@ def _take_in(job: Job, event: Event) -> Done:
 
 
 def _note_reports(job: Job, reports: RankReports) -> Job:
-    returned = {s: n for s, n in job.returned.items() if not 0 < n <= reports.finished}
     # A finished repair has dealt with them: they do not end the start.
     failures = () if reports.finished > job.reports.finished else job.failures
-    return replace(job, reports=reports, returned=returned, failures=failures)
+    return replace(job, reports=reports, failures=failures)
 
 
 def _note_time(job: Job, what: str) -> Done:
     if what == "told":
         return _let_go(replace(job, is_deciding=False))
-    if what.startswith("built"):
-        return replace(job, late=job.late | {int(what.split()[1])}), []
-    if what == "again":
-        return replace(job, is_early=False), []
     if what == "heard":
         return replace(job, are_heard=True), []
     return replace(job, quiet={"gathered": GATHER_S, "missing": MISSING_S}[what]), []
@@ -214,24 +200,14 @@ def _lose(job: Job, ids: Collection[str], why: str, code: int = 1) -> Done:
         return _over(job, code, f"{_are(lost)} lost, and {answer.why}", commands)
     if answer.how == "start":
         return _begin(job, answer.why, commands)
-    opened = {
-        slot: OpenSlot(0, names[slot], answer.hosts.get(slot, ""))
-        for slot in needed - answer.played
-    }
-    job = replace(
-        job, opened={**job.opened, **opened}, played=job.played | answer.played, is_declaring=True
-    )
+    opened = {slot: OpenSlot(0, names[slot], answer.hosts.get(slot, "")) for slot in needed}
+    job = replace(job, opened={**job.opened, **opened}, is_declaring=True)
     moves = {(job.nodes[host].name, names[slot]): None for slot, host in answer.hosts.items()}
     word = f"{FLAG} {job.policy.without_spare}"
     for host, name in moves:
         line = f"no spare is left: node {host} also runs ranks of node {name} ({word})"
         commands.append(Say(line, is_warning=True))
-    if answer.played:
-        ranks = ", ".join(map(str, job.ranks_of(answer.played)))
-        line = f"no spare is left: peers play the roles of ranks {ranks} ({FLAG} reroute)"
-        commands.append(Say(line, is_warning=True))
-    absent = tuple(sorted(job.played)) if answer.played else None
-    return job, [*commands, Declare(tuple(sorted(needed)), absent)]
+    return job, [*commands, Declare(tuple(sorted(needed)))]
 
 
 def _judge(job: Job, failures: Iterable[Failure]) -> Done:
@@ -300,26 +276,6 @@ def _part(job: Job) -> Done:
 
 
 # Slots that get a node again
-
-
-def _return_played(job: Job) -> Done:
-    """Have spares take the ranks whose roles peers play: training stands still until they have."""
-    slots = sorted(job.played)[: max(0, job.num_free)]
-    if not slots or job.is_early or job.is_ending or not job.is_finished:
-        return job, []
-    absent, opened = job.played.difference(slots), {s: OpenSlot(0, job.names[s]) for s in slots}
-    job = replace(
-        job,
-        played=absent,
-        opened={**job.opened, **opened},
-        returned={**job.returned, **dict.fromkeys(slots, 0)},
-        late=job.late.difference(slots),
-        is_early=True,
-        is_declaring=True,
-    )
-    wakes = [Wake(f"built {slot}", BUILT_S) for slot in slots]
-    declare = Declare(tuple(slots), tuple(sorted(absent)), is_loss=False)
-    return job, [Wake("again", AGAIN_S), *wakes, declare]
 
 
 def _uncrowd(job: Job) -> Done:
@@ -418,12 +374,6 @@ def _begin(job: Job, why: str, done: Iterable[Command] = (), *, is_failure: bool
 def _end(job: Job) -> Done:
     """End the job when all its ranks have ended, or some have failed; begin again where that may help."""
     codes = {slot: job.nodes[id].code for slot, id in job.seats.items()}
-    if vain := [slot for slot in job.returned if came_in_vain(job, slot)]:
-        ids = {job.seats[slot] for slot in vain}
-        why = f"its ranks have failed, or were not built within {BUILT_S:g} s"
-        job, commands = _lose(job, sorted(ids), why)
-        is_late = any(codes[slot] is None for slot in vain)
-        return job, [*([Wake("again", AGAIN_AFTER_LATE_S)] if is_late else []), *commands]
     if code := max((each or 0 for each in codes.values()), default=0):
         # A node may be lost, and that is why.
         if (job.policy.shape.fewest or job.policy.max_restarts) and not job.are_heard:
@@ -435,7 +385,7 @@ def _end(job: Job) -> Done:
         if code not in _REFUSED and can_restart(job):
             return _begin(job, f"a rank has failed with exit code {code}{words}")
         return _over(job, code, f"a rank has failed{words}")
-    rest = {*range(job.size)} - job.left.keys() - job.played
+    rest = {*range(job.size)} - job.left.keys()
     if any(codes.get(slot) is None for slot in rest):
         return job, []
     is_worse = any(job.left.values())
@@ -478,13 +428,11 @@ class SlotAnswer(NamedTuple):
     Attributes:
         how: "repair" in place, another "start", or the job is "over".
         why: they are not repaired; empty if they are.
-        played: slots whose roles peers play.
         hosts: ids of nodes with ranks that get slots, too.
     """
 
     how: str
     why: str = ""
-    played: frozenset[int] = frozenset()
     hosts: Mapping[int, str] = {}
 
 
@@ -497,13 +445,11 @@ def answer_to(
         return SlotAnswer("repair")
     if not why:
         kind = job.policy.without_spare
-        can_crowd = kind in ("crowd", "share") and not job.reports.full
-        if can_crowd and (hosts := _hosts_of(job, sorted(slots)[-few:])):
+        may_crowd = kind in CROWDED and not job.reports.full
+        if may_crowd and (hosts := _hosts_of(job, sorted(slots)[-few:])):
             return SlotAnswer("repair", hosts=hosts)
-        if kind == "reroute" and (played := _played_of(job, slots)):
-            return SlotAnswer("repair", played=played)
-        why = f"no spare is left ({FLAG} {kind}){_IN_VAIN.get(kind, '')}{_too_small(job)}"
-        why += "; start more of them"
+        in_vain = "; no other node has room for these ranks" if kind in CROWDED else ""
+        why = f"no spare is left ({FLAG} {kind}){in_vain}{_too_small(job)}; start more of them"
     if can_restart(job) or can_shrink(job):
         return SlotAnswer("start", why)
     return SlotAnswer("repair" if kind == "wait" and can_wait else "over", why)
@@ -526,11 +472,10 @@ def why_not_in_place(job: Job, lost: Iterable[Node], slots: Iterable[int]) -> st
         return "no iteration was finished before"
     if reports.newest - reports.finished >= MOST_UNFINISHED:
         return f"{MOST_UNFINISHED} rounds of repairs were broken before an iteration was finished"
-    absent = {*job.ranks_of(job.played)}
     knowing = reports.knowing
     if knowing is None:
         knowing = frozenset(range(job.size * job.policy.shape.ranks_per_node))
-    if knowing - absent <= ranks:
+    if knowing <= ranks:
         return "no rank is left that knows where training is"
     return ""
 
@@ -561,30 +506,6 @@ def _hosts_of(job: Job, slots: Iterable[int]) -> dict[int, str]:
         loads[host] += 1
         room[host] -= needed
     return hosts
-
-
-def _played_of(job: Job, lost: Collection[int]) -> frozenset[int]:
-    """Return the lost slots that no spare takes; none if a stage would have no group that lives.
-
-    A stage that has no other group gets spares first.
-    """
-    played, left = {*lost}, max(0, job.num_free)
-    before = {*job.ranks_of(job.played)}
-    for stage in job.reports.stages:
-        dead = before.union(job.ranks_of(played))
-        if any(dead.isdisjoint(group) for group in stage):
-            continue
-        needed = [
-            {slot for slot in played if not {*job.ranks_of([slot])}.isdisjoint(group)}
-            for group in stage
-            if before.isdisjoint(group)
-        ]
-        fewest = min(reversed(needed), key=len, default=set[int]())
-        if not fewest or len(fewest) > left:
-            return frozenset()
-        played, left = played - fewest, left - len(fewest)
-    found = sorted(played)[: max(0, len(played) - left)]
-    return frozenset(found if job.reports.stages else ())
 
 
 def node_of(job: Job, failure: Failure) -> str:
@@ -679,11 +600,3 @@ def in_order(job: Job) -> list[str]:
         return node.number != job.policy.store, slots.get(node.id, job.size)
 
     return [each.id for each in sorted(job.fit.values(), key=place)]
-
-
-def came_in_vain(job: Job, slot: int) -> bool:
-    """Return whether ranks that came back from peers have failed, or others wait for them in vain."""
-    if slot not in job.seats:
-        return False
-    is_missed = job.reports.met and not {*job.ranks_of([slot])} <= job.reports.ready
-    return bool(job.nodes[job.seats[slot]].code) or (slot in job.late and is_missed)

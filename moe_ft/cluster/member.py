@@ -18,7 +18,6 @@ import msgspec
 from moe_ft.cluster.assignment import Assignment
 from moe_ft.cluster.failures import FailureNotes, left_out_by, report_failure
 from moe_ft.cluster.link import RankLink
-from moe_ft.cluster.membership import Stages
 from moe_ft.cluster.rounds import Entry, RoundMark, Rounds
 from moe_ft.cluster.signed_store import SignedStore
 from moe_ft.errors import RepairError, ReplacedError
@@ -82,15 +81,11 @@ class Round:
     Attributes:
         entries: of its ranks, in their order; of survivors at the same position, that of the first one.
         positions: of those that know where their loop is.
-        absent: ranks that have died and are not replaced: peers play their roles.
-        lost_s: time since 1970 when the last of them was heard that was lost.
     """
 
     number: int
     entries: Sequence[Entry]
     positions: Sequence[LoopPosition]
-    absent: frozenset[int] = frozenset()
-    lost_s: float = 0.0
 
     @property
     def survivors_position(self) -> LoopPosition:
@@ -104,9 +99,8 @@ class Round:
 
     @property
     def died_s(self) -> float:
-        """Time since 1970 when the first of them died; without any, when the last of those absent did."""
-        found = (each.died_s for each in self.entries if each.died_s is not None)
-        return min(found, default=self.lost_s)
+        """Time since 1970 when the first of them died."""
+        return min(each.died_s for each in self.entries if each.died_s is not None)
 
     @property
     def taken_over(self) -> Mapping[str, str]:
@@ -124,12 +118,7 @@ class Round:
         return {each.rank: each.hung_s for each in self.entries if each.hung_s}
 
 
-def round_of(
-    number: int,
-    entries: Sequence[Entry],
-    absent: frozenset[int] = frozenset(),
-    lost_s: float = 0.0,
-) -> Round:
+def round_of(number: int, entries: Sequence[Entry]) -> Round:
     """Return a round in which ranks have met with these entries.
 
     Raises:
@@ -141,7 +130,7 @@ def round_of(
     done = {each.done for each in positions}
     if Done.EVALUATING in done and min(done) < Done.LOG:
         raise RepairError("some ranks were in an evaluation, and others were not")
-    return Round(number=number, entries=entries, positions=positions, absent=absent, lost_s=lost_s)
+    return Round(number=number, entries=entries, positions=positions)
 
 
 class Member:
@@ -304,9 +293,7 @@ class Member:
         return self._met
 
     def _wait_for_all(self) -> Round:
-        number, rounds = self.round, self.rounds
-        entries = rounds.wait_for_all(number, _MEETING_S)
-        return round_of(number, entries, rounds.absent(number), rounds.lost_s(number))
+        return round_of(self.round, self.rounds.wait_for_all(self.round, _MEETING_S))
 
     def _join_next(self) -> None:
         entry, number = self._entry(), self.round + 1
@@ -333,14 +320,10 @@ class Member:
         """
         self.rounds.wait_until_ready(self.round, _MEETING_S)
 
-    def become_replaceable(self, stages: Stages = ()) -> None:
-        """Have this rank replaced if it dies from now on: there is something to recover.
-
-        Args:
-            stages: of the job, if peers may play roles.
-        """
+    def become_replaceable(self) -> None:
+        """Have this rank replaced if it dies from now on: there is something to recover."""
         if not self.link.is_armed and self.rank == 0 and self.standing is Standing.SURVIVOR:
-            self.rounds.begin_training(stages)
+            self.rounds.note(RoundMark.FINISHED)
         self.link.arm()
 
     def end(self) -> None:

@@ -5,16 +5,14 @@ A *slot* is the ranks that one node has at the start: slot k has ranks k * R to 
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from moe_ft.verdicts import Failure
 
 MOST_UNFINISHED = 3  # rounds, or smaller starts, in a row before an iteration is finished
-# [stage][group] the ranks that are lost together: peers can play them while another group of the stage lives.
-Stages = Sequence[Sequence[Sequence[int]]]
-WithoutSpare = Literal["end", "wait", "crowd", "share", "reroute", "shrink"]
+WithoutSpare = Literal["end", "wait", "crowd", "share", "shrink"]
 
 
 class Shape(NamedTuple):
@@ -95,10 +93,7 @@ class RankReports:
         trained: whether an iteration was finished in this start.
         ended: whether a rank has ended as planned.
         waiting: ranks that take no part.
-        knowing: ranks that know where training is; None for all that are not absent.
-        met: whether all have joined the newest round.
-        ready: ranks that were built in an unfinished round.
-        stages: of the job, if peers may play roles.
+        knowing: ranks that know where training is; None for all.
         full: whether no node can run the ranks of a lost one, too.
         in_place: whether ranks take part in rounds; False: --moe-ft-repair try, and the job cannot.
     """
@@ -109,9 +104,6 @@ class RankReports:
     ended: bool = False
     waiting: frozenset[int] = frozenset()
     knowing: frozenset[int] | None = None
-    met: bool = False
-    ready: frozenset[int] = frozenset()
-    stages: Stages = ()
     full: bool = False
     in_place: bool = True
 
@@ -226,12 +218,10 @@ class Declare(NamedTuple):
     """Begin a round in which the processes of slots take no part; `Declared` is the next event.
 
     Attributes:
-        absent: slots whose roles peers play from now on; None for those of the round before.
         is_loss: whether the nodes that were struck last had them; else ranks move to another node.
     """
 
     slots: tuple[int, ...]
-    absent: tuple[int, ...] | None = None
     is_loss: bool = True
 
 
@@ -294,10 +284,7 @@ class Job:
         seats: ids of nodes by slot; the slot that a node got last is its last.
         names: of the nodes that have had slots, by slot; a host that is crowded does not count.
         opened: slots that wait for their node.
-        played: slots whose roles peers play.
         left: slots that nobody needs any more, with 1 if their ranks could not save.
-        returned: the round in which a played slot came back, until an iteration is finished.
-        late: slots of these that should be built by now.
         size: slots of this start.
         vain: starts in a row that followed a failure, without a finished iteration between.
         quiet: seconds for which no node has come, at least.
@@ -316,10 +303,7 @@ class Job:
     seats: Mapping[int, str] = field(default_factory=dict)
     names: Mapping[int, str] = field(default_factory=dict)
     opened: Mapping[int, OpenSlot] = field(default_factory=dict)
-    played: frozenset[int] = frozenset()
     left: Mapping[int, int] = field(default_factory=dict)
-    returned: Mapping[int, int] = field(default_factory=dict)
-    late: frozenset[int] = frozenset()
     reports: RankReports = RankReports()
     start: int = 0
     size: int
@@ -336,7 +320,6 @@ class Job:
     waits_in: int = -1  # the round whose ranks wait for a spare
     is_deciding: bool = False  # more nodes may be told to end
     is_declaring: bool = False  # `Declared` comes next
-    is_early: bool = False  # for ranks to come back from peers
     is_asking: bool = False  # whether all nodes live
     are_heard: bool = False
     is_ending: bool = False

@@ -7,8 +7,7 @@ rank dies before, its replacement declares the next round, and all others leave 
 
 The loss of a node is a verdict (law.py), and may be false. So it declares a round that nobody else has,
 with the ranks that it replaces. Earlier processes of these ranks may take part in rounds before it, and in
-none from there on: all that is said and connected belongs to one round. If nobody replaces them, the verdict
-says which ranks are absent from there on, and a round is complete when all others have joined.
+none from there on: all that is said and connected belongs to one round.
 
 Each rank signs what it says. The first rank of a round reads what all have said, and tells the others: 10,000
 ranks that read it each would need minutes of the one process that keeps the store. They ask once, and are
@@ -22,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from moe_ft.cluster.membership import MOST_UNFINISHED, Stages
+from moe_ft.cluster.membership import MOST_UNFINISHED
 from moe_ft.cluster.signed_store import SignedStore, poll_s
 from moe_ft.errors import RepairError, ReplacedError
 from moe_ft.files.progress import awaiting_others, note_progress
@@ -94,21 +93,6 @@ class Rounds:
         """Return whether an iteration was finished in a round, of which the start counts as one."""
         return number == 0 or self.has(RoundMark.FINISHED, number)
 
-    def begin_training(self, stages: Stages = ()) -> None:
-        """Note that an iteration was finished in the start. Rank 0 alone.
-
-        Args:
-            stages: of the job, if peers may play the roles of lost ranks.
-        """
-        if stages:  # first: who reads that the job trains may ask for them
-            self._store.set(_key(0, "stages"), stages)
-        self.note(RoundMark.FINISHED)
-
-    def stages(self) -> Stages:
-        """Return the groups of each stage, one of which must live; none if no role can be played."""
-        found: Stages = self._store.get(_key(0, "stages")) or ()
-        return found
-
     def is_declared(self, number: int) -> bool:
         """Return whether a round has begun."""
         return self._verdict(number) is not None
@@ -148,35 +132,9 @@ class Rounds:
         """Return whether the rank's process so far is not part of a round: its node is lost."""
         return self.rank in self.dead_ranks(number)
 
-    def absent(self, number: int) -> frozenset[int]:
-        """Return the ranks without a process in a round that has begun: peers play their roles."""
-        return frozenset(self._of_absent(number).get("absent", ()))
-
-    def lost_s(self, number: int) -> float:
-        """Return the time since 1970 when the last of them was heard that was lost; 0 if none is absent."""
-        return float(self._of_absent(number).get("lost_s", 0.0))
-
-    def _of_absent(self, number: int) -> dict[str, Any]:
-        """Return the last verdict, up to a round, that has named absent ranks: other rounds leave them be."""
-        verdicts = (self._verdict(each) or {} for each in range(number, 0, -1))
-        return next((each for each in verdicts if "absent" in each), {})
-
-    def declare_lost(
-        self,
-        ranks: Sequence[int],
-        since: int = 0,
-        absent: Sequence[int] | None = None,
-        lost_s: float = 0.0,
-    ) -> int:
-        """Begin a round of its own from which on processes of lost nodes are left out; return its number.
-
-        Args:
-            absent: all ranks that have no process from this round on; None for those of the round before.
-            lost_s: time since 1970 when the last of them was heard.
-        """
-        verdict: dict[str, Any] = {"ranks": list(ranks)}
-        if absent is not None:
-            verdict |= {"absent": list(absent), "lost_s": lost_s}
+    def declare_lost(self, ranks: Sequence[int], since: int = 0) -> int:
+        """Begin a round of its own from which on processes of lost nodes are left out; return its number."""
+        verdict = {"ranks": list(ranks)}
         number = self.newest(since) + 1
         while not self._declare(number, verdict):
             number += 1
@@ -184,7 +142,7 @@ class Rounds:
 
     def survivors(self, number: int) -> set[int]:
         """Return the ranks that know where training is, up to a round; those who met in a round know it."""
-        left = set(range(self._world_size)) - self.absent(number)
+        left = set(range(self._world_size))
         while not self.is_finished(number) and not self.has(RoundMark.ALL_MEMBERS, number):
             said = self._store.values(_key(number, "members"))
             left -= {
@@ -278,20 +236,15 @@ class Rounds:
         self._store.add(_key(number, "ready"), {"rank": self.rank})
         self._wait_for(number, "ready", deadline_s)
 
-    def ready(self, first: int, last: int) -> frozenset[int]:
-        """Return the ranks that could make connections in some of these rounds."""
-        said = (self._store.values(_key(each, "ready")) for each in range(first, last + 1))
-        return frozenset(each["rank"] for of_round in said for each in of_round)
-
     @awaiting_others()
     def _wait_for(self, number: int, what: str, deadline_s: float) -> Any:
         """Return what all ranks have said in a list, as `_by_value` does. The first one reads what is new."""
         end_s, told_key = time.monotonic() + deadline_s, _key(number, f"all_{what}")
-        awaited = set(range(self._world_size)) - self.absent(number)
+        awaited = set(range(self._world_size))
         next_key = _key(number + 1, "declared")
-        first, said, num_bytes = min(awaited), dict[int, dict[str, Any]](), 0
+        said, num_bytes = dict[int, dict[str, Any]](), 0
         while True:
-            if self.rank == first:
+            if self.rank == 0:
                 more, num_bytes = self._store.more_values(_key(number, what), num_bytes)
                 said |= {each["rank"]: each for each in more}
                 if said.keys() == awaited:
@@ -304,7 +257,7 @@ class Rounds:
                 self._learn(number + 1, verdict)
                 if told is not None:
                     return told
-                missing = f"rank {first} says which are missing"
+                missing = "rank 0 says which are missing"
             if self.is_declared(number + 1):
                 raise RepairError(f"round {number} is broken: one of its ranks has died")
             if time.monotonic() > end_s and self._waits_for_spare(number):
@@ -314,7 +267,7 @@ class Rounds:
                 raise RepairError(
                     f"round {number} has not had all {what} within {deadline_s:.0f} s: {missing}"
                 )
-            if self.rank == first:
+            if self.rank == 0:
                 time.sleep(_MIN_POLL_S)
 
 

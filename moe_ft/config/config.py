@@ -338,8 +338,9 @@ class RecoveryConfig(ConfigPart):
     without_spare: str = setting(
         "auto",
         "under `keep --nodes`, when a node is lost and no spare is left: crowd = a node that trains runs its "
-        "ranks, too; shrink = all begin again on fewer nodes; reroute = data-parallel peers play its ranks; "
-        "wait = until a node comes; auto = shrink with --moe-ft-elastic, else crowd if memory allows or end",
+        "ranks, too; share = as crowd, and peers run their micro-batches; shrink = all begin again on fewer "
+        "nodes; wait = until a node comes; auto = shrink with --moe-ft-elastic, else crowd if memory allows "
+        "or end",
         choices=ANSWERS,
         needs=(REPAIR,),
         page="agent.md#a-lost-node",

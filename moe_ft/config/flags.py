@@ -11,9 +11,9 @@ from moe_ft.command_lines import FLAG_PREFIX
 from moe_ft.config.config import MoeFtConfig
 from moe_ft.config.fields import HELP_ALL, STRATEGY, ConfigPart, flag_of
 from moe_ft.config.lost_nodes import (
-    OLD_ANSWER,
     OLD_ANSWERS,
     OLD_FLAG,
+    OLD_WORDS,
     line_on_old_words,
     word_of_today,
 )
@@ -119,7 +119,7 @@ class Flag:
             return
         choices = self.choices
         if self.setting.name == "without_spare":
-            choices = (*choices, OLD_ANSWER)
+            choices = (*choices, *OLD_WORDS)
         kind = str if default is None else type(default)
         group.add_argument(self.name, type=kind, default=default, choices=choices or None, **given)
 

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from moe_ft.config.fields import flag_of
 
 FLAG, OLD_FLAG, ELASTIC = (flag_of(name) for name in ("without_spare", "spare", "elastic"))
-ANSWERS = ("auto", "end", "wait", "crowd", "share", "reroute", "shrink")
-OLD_ANSWER, OLD_ANSWERS = "off", ("restart", "wait")
+ANSWERS = ("auto", "end", "wait", "crowd", "share", "shrink")
+CROWDED = ("crowd", "share")  # a node that trains also runs the ranks of the lost one
+OLD_WORDS = ("off", "reroute")  # for this flag; "reroute" is "share" now
+OLD_ANSWERS = ("restart", "wait")  # of the flag before it
 
 
 def word_of_today(given: str, old: str, *, is_elastic: bool) -> str:
@@ -20,9 +22,9 @@ def word_of_today(given: str, old: str, *, is_elastic: bool) -> str:
         given: the value on the command line; empty for none.
         old: that of --moe-ft-spare, which counted where nothing else was asked for.
     """
-    if given in ("", "auto", OLD_ANSWER) and (old or given == OLD_ANSWER):
+    if given in ("", "auto", "off") and (old or given == "off"):
         return "wait" if old == "wait" else "shrink" if is_elastic else "end"
-    return given or "auto"
+    return "share" if given == "reroute" else given or "auto"
 
 
 def answer(value: str, *, is_elastic: bool) -> str:
@@ -40,7 +42,7 @@ def answer_of(value_of: Callable[[str], str], is_elastic: bool) -> str:
 
 def line_on_old_words(given: str, old: str, *, is_elastic: bool) -> str:
     """Return a line that names the words of today; empty where none of earlier versions were given."""
-    words = [f"{OLD_FLAG}={old}"] * bool(old) + [f"{FLAG}={given}"] * (given == OLD_ANSWER)
+    words = [f"{OLD_FLAG}={old}"] * bool(old) + [f"{FLAG}={given}"] * (given in OLD_WORDS)
     if not words:
         return ""
     value = word_of_today(given, old, is_elastic=is_elastic)

@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import get_protocol
 
 from moe_ft.config.fields import STRATEGY, ConfigPart, flag_of
-from moe_ft.config.lost_nodes import FLAG
+from moe_ft.config.lost_nodes import CROWDED, FLAG
 from moe_ft.errors import ConfigError
 from moe_ft.format.packings import Packing
 
@@ -284,16 +284,16 @@ OF_SETTINGS = (
         "Leave them out, or ",
     ),
     _of_parity(
-        lambda config: config.recovery.without_spare in ("crowd", "reroute", "shrink"),
-        f"cannot be used with {FLAG} crowd, reroute or shrink",
+        lambda config: config.recovery.without_spare in (*CROWDED, "shrink"),
+        f"cannot be used with {FLAG} crowd, share or shrink",
         "the nodes of a group need as many ranks each",
         f"Give {FLAG} end or wait, or ",
     ),
     Rule(
         "",
-        f"{FLAG}=reroute",
-        lambda config: config.recovery.without_spare == "reroute" and config.elastic.elastic,
-        "cells of peers have one size",
+        f"{FLAG}=share",
+        lambda config: config.recovery.without_spare == "share" and config.elastic.elastic,
+        "peers share micro-batches of one size, and those of such a job differ by a sample",
         f"Give {FLAG} shrink or crowd",
         problem=f"cannot be used with {flag_of('elastic')}",
     ),

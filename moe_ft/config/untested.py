@@ -67,7 +67,7 @@ FEATURES = (
     Feature("flex dispatcher", "moe_token_dispatcher_type", "flex"),
     Feature("repair in place", "moe_ft_repair", "auto", "repair", "it has never run on one"),
     Feature("crowding", "moe_ft_without_spare", "crowd"),
-    Feature("played roles", "moe_ft_without_spare", "reroute", "roles", "it has never run on one"),
+    Feature("sharing", "moe_ft_without_spare", "share", "sharing", "it has never run on one"),
     GRAPHS,
 )
 UNTESTED = {each.allowed_by: each for each in (MEGATRON, *FEATURES) if each.allowed_by}

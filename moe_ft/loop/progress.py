@@ -253,7 +253,7 @@ def report_training(assignment: Assignment) -> None:
     with closing(job_store.reach_own(assignment, _REACH_S)) as store:
         rounds = Rounds(store, assignment.rank, assignment.world_size)
         rounds.note(RoundMark.NOT_IN_PLACE)
-        rounds.begin_training()
+        rounds.note(RoundMark.FINISHED)
 
 
 class Digests(LoopListener):

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from moe_ft.config.fields import flag_of, size_text
+from moe_ft.config.lost_nodes import CROWDED
 from moe_ft.planning.placement import Survival
 
 _SIGTERM = "SIGTERM"
@@ -18,8 +19,7 @@ _NAME_WIDTH = 12
 _WIDTH = 100  # of what follows a name
 _WITHOUT_SPARE = {
     "crowd": "a node that trains runs its ranks, too, if it has the memory",
-    "share": "a node that trains runs its ranks, too, and peers share their micro-batches",
-    "reroute": "data-parallel peers play its ranks",
+    "share": "a node that trains runs its ranks, too, if it has the memory, and peers share their work",
     "wait": "training waits until one registers",
     "shrink": "all ranks start again on the nodes that are left",
     "end": "the job ends",
@@ -346,7 +346,7 @@ def _lost_node(kept: Protection) -> list[str]:
 def _without_spare(starter: Starter) -> str:
     """Return what happens without a spare: a job that can shrink neither waits nor ends."""
     value = starter.without_spare
-    if value not in ("crowd", "share", "reroute"):
+    if value not in CROWDED:
         value = "shrink" if starter.shrinks else value.replace("shrink", "end")
     return _WITHOUT_SPARE[value]
 

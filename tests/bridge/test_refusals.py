@@ -97,7 +97,7 @@ def test_setting_of_bridge_is_refused_by_its_name_and_value(
 
 @pytest.mark.parametrize(
     "words",
-    [("--moe-ft-elastic",), ("--moe-ft-without-spare", "reroute")],
+    [("--moe-ft-elastic",), *(("--moe-ft-without-spare", each) for each in ("share", "reroute"))],
     ids=lambda each: each[0],
 )
 def test_feature_that_needs_the_loop_of_megatron_lm_is_refused(

@@ -175,16 +175,16 @@ def replays(draw: Draw) -> dict[str, Any]:
     return draw.under_torchrun(flags=(*REPAIR, *SPARSE, *draw.choice(((), ALONE))))
 
 
-def played_roles(draw: Draw) -> dict[str, Any]:
+def shared_work(draw: Draw) -> dict[str, Any]:
     draw.has_agents = True
     lost = draw.choice(((1,), (3,), (1, 3), (1, 3), (1, 3)))
     draw.strike(Kind.LOSE_NODES, *lost, least=3)
-    draw.strike(Kind.KILL_RANKS, draw.choice((0, 2)))
+    draw.strike(Kind.KILL_RANKS, draw.choice((0, 2, *lost)))
     draw.strike(Kind.RETURN_NODE, lost[0])
     if draw.random.random() < 0.5:
         draw.strike(Kind.LOSE_NODES, lost[0], when=When.LINE, what="takes over", within_s=1.5)
     draw.strike(Kind.KILL_RANKS, draw.choice((0, 2)))
-    flags = (*REPAIR, *DENSE, "--moe-ft-without-spare", "reroute")
+    flags = (*REPAIR, *DENSE, "--moe-ft-without-spare", "share")
     return {"layout": {"pp": 2}, "flags": flags, "ranks_per_node": 1, "changes": {"clip_grad": 0.0}}
 
 
@@ -268,7 +268,7 @@ def starts(draw: Draw) -> dict[str, Any]:
 
 
 SCENARIOS: tuple[Callable[[Draw], dict[str, Any]], ...] = (
-    *(evaluations, volleys, lost_nodes, replays, played_roles, exits, storage, elastic_nodes),
+    *(evaluations, volleys, lost_nodes, replays, shared_work, exits, storage, elastic_nodes),
     *(processes, files, cut_networks, starts, crowded_nodes),
 )
 

@@ -33,6 +33,7 @@ from moe_ft.cluster.membership import (
     ToldToEnd,
     Wake,
 )
+from moe_ft.config.lost_nodes import CROWDED
 from moe_ft.verdicts import Failure, FailureKind
 from tests.cluster.transcript import FOLDER, Driver, replay
 
@@ -89,7 +90,7 @@ class Chance:
         self.policy = Policy(
             shape=Shape(nodes, rng.choice((1, 2)), rng.choice((0, 0, 1, min(2, nodes)))),
             repair=rng.random() < 0.9,
-            without_spare=rng.choice(("end", "wait", "crowd", "share", "reroute", "shrink")),
+            without_spare=rng.choice(("end", "wait", "crowd", "share", "shrink")),
             store=rng.choice((0, nodes, nodes)),
             max_restarts=rng.choice((0, 0, 2)),
             domains={f"n{number}": "xy"[number % 2] for number in range(nodes)},
@@ -126,7 +127,7 @@ class Chance:
         return self.driver.finish()
 
     def die(self) -> list[Command]:
-        return self.driver.report(newest=self.job.reports.newest + 1, met=False)
+        return self.driver.report(newest=self.job.reports.newest + 1)
 
     def lose(self) -> list[Command]:
         ids = {self._id() for _ in range(self.rng.choice((1, 1, 1, 2)))}
@@ -154,9 +155,8 @@ class Chance:
     def report(self) -> list[Command]:
         ranks = range(len(self.job.ranks_of(range(self.job.size))))
         some = frozenset(each for each in ranks if self.rng.random() < 0.8)
-        stages = [[[rank] for rank in ranks]]
         ended = self.job.reports.ended or self.rng.random() < 0.02
-        return self.driver.report(knowing=some, met=True, ready=some, stages=stages, ended=ended)
+        return self.driver.report(knowing=some, ended=ended)
 
     def fail(self) -> list[Command]:
         rng, size = self.rng, self.policy.shape.ranks_per_node
@@ -214,14 +214,13 @@ class Chance:
         job, policy = self.job, self.policy
         assert job.nodes.keys() <= self.known - self.struck
         assert {*job.seats.values()} <= job.nodes.keys(), "a slot has a node that is none"
-        places = [job.seats.keys(), job.opened.keys(), job.played, job.left.keys()]
+        places = [job.seats.keys(), job.opened.keys(), job.left.keys()]
         found = [slot for place in places for slot in place]
         assert len({*found}) == len(found), "a slot is in two places"
         has_all = job.names.keys() == {*range(job.size)}  # else some nodes have never come
         assert job.over is not None or not has_all or len(found) == job.size, "a slot has no node"
         is_crowded = len({*job.seats.values()}) < len(job.seats)
-        assert not is_crowded or policy.without_spare in ("crowd", "share")
-        assert not job.played or policy.without_spare == "reroute"
+        assert not is_crowded or policy.without_spare in CROWDED
         assert not job.opened or policy.without_spare == "wait"
         assert policy.shape.fewest or job.size == policy.shape.num_nodes
 

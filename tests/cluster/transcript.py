@@ -73,10 +73,7 @@ class Driver:
 
     def finish(self) -> list[Command]:
         """Finish an iteration."""
-        newest = self.job.reports.newest
-        return self.report(
-            trained=True, finished=newest, knowing=None, met=False, ready=frozenset()
-        )
+        return self.report(trained=True, finished=self.job.reports.newest, knowing=None)
 
     def register(self, words: list[str]) -> list[Command]:
         id, number, *facts = words
@@ -178,13 +175,9 @@ def begin(words: list[str]) -> Driver:
     )
     driver = Driver(policy, tuple(filter(None, given.get("before", "").split(","))))
     if "trains" in given:
-        stages = [
-            [[int(rank) for rank in group.split("+")] for group in stage.split(",")]
-            for stage in filter(None, given.get("stages", "").split("|"))
-        ]
         for number in range(shape.num_nodes):
             driver.register([_LETTERS[number], str(number)])
-        driver.report(trained=True, stages=stages)
+        driver.report(trained=True)
     return driver
 
 
@@ -194,8 +187,8 @@ def answer(driver: Driver, event: str) -> list[str]:
     return list(filter(None, map(_text, _EVENTS[name](driver, words))))
 
 
-def _listed(each: tuple[object, ...] | None) -> str:
-    return " ".join(map(str, each or ())) or "-"
+def _listed(each: tuple[object, ...]) -> str:
+    return " ".join(map(str, each)) or "-"
 
 
 _TEXTS: dict[type[Command], Callable[..., str]] = {
@@ -206,11 +199,7 @@ _TEXTS: dict[type[Command], Callable[..., str]] = {
     ),
     EndSlot: lambda node, slot: f"end {slot} on {node}",
     Strike: lambda nodes, why: f"strike {_listed(nodes)}: {why}",
-    Declare: lambda slots, absent, is_loss: (
-        f"declare {_listed(slots)}"
-        + " moved" * (not is_loss)
-        + f" absent {_listed(absent)}" * (absent is not None)
-    ),
+    Declare: lambda slots, is_loss: f"declare {_listed(slots)}" + " moved" * (not is_loss),
     Begin: lambda start, size, why: f"start {start} of {size}: {why}",
     Save: lambda why: f"save: {why}",
     Wait: lambda round, is_over: f"wait{' no more' if is_over else ''} in round {round}",

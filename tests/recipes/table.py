@@ -30,7 +30,7 @@ COLUMNS: Mapping[str, Sequence[str]] = MappingProxyType(
         **{name: ("--moe-ft-strategy", name) for name in STRATEGIES},
         "repair": _REPAIR,
         "crowding": (*_REPAIR, "--moe-ft-without-spare", "crowd"),
-        "played roles": (*_REPAIR, "--moe-ft-without-spare", "reroute"),
+        "sharing": (*_REPAIR, "--moe-ft-without-spare", "share"),
         "gradients": ("--moe-ft-strategy", "dense", "--moe-ft-replicate", "gradients"),
         "slots": ("--moe-ft-strategy", "dense", "--moe-ft-expert-slots", "64"),
     }

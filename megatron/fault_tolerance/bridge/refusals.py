@@ -83,8 +83,8 @@ _RULES: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("--moe-ft-elastic", bool, "samples are divided among a fixed number of ranks", _LEAVE_OUT),
     (
         FLAG,
-        lambda answer: answer == "reroute",
-        "the optimizer of a lost rank is built as Megatron-LM's loop builds it",
+        lambda answer: answer in ("share", "reroute"),  # the latter is its old word
+        "peers run micro-batches of a moved rank in place of Megatron-LM's loop",
         f"Give {FLAG} crowd",
     ),
 )

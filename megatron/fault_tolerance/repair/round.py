@@ -4,7 +4,7 @@
     build      instead, in a replacement: it has been set up alone (build.py)
     meet       meet all other ranks in the job's store (cluster/member.py)     -> Round
     swap       put new backends under the process groups (swap.py), and have what libraries made from them
-               made again (renewals.py); peers take the roles of absent ranks
+               made again (renewals.py)
     recover    set up the listeners again, which recovers a state (catch_up.py) -> the next iteration
     catch_up   run iterations until the broken one is finished (catch_up.py)    -> its result
 
@@ -24,13 +24,12 @@ from megatron.fault_tolerance.repair.catch_up import Repaired, Step, catch_up, r
 from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.own_errors import num_batches_left_out
 from megatron.fault_tolerance.repair.renewals import renew
-from megatron.fault_tolerance.repair.swap import CONNECT_S, connecting, swap
+from megatron.fault_tolerance.repair.swap import swap
 from megatron.fault_tolerance.repair.watcher import STUCK_S, ending_after
 from megatron.fault_tolerance.seams.megatron_loop import timeout_of_groups_s
 from megatron.fault_tolerance.seams.replay import clear_metrics
 from megatron.fault_tolerance.seams.reruns import begin_reruns_again
 from moe_ft.cluster.member import Round, Standing
-from moe_ft.errors import RepairError
 from moe_ft.loop.listeners import Built, Listeners, Repair
 from moe_ft.loop.training_loop import LoopParts
 from moe_ft.saying import say, warn
@@ -116,16 +115,14 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
         phases.begin_with(met.died_s)
         rank.member.wait_until_ready()
         phases.end("meet")
-        swap(rank.groups, rank.links, rank.store, met.number, met.absent)
+        swap(rank.groups, rank.links, rank.store, met.number)
         renew(get_args())
-        with connecting(rank.store):
-            _share_roles(rank, built, met)
         phases.end("swap")
         with (
             rank.watcher.inside()
         ):  # no abort reaches who makes a communicator with a rank that has died
-            # The result of an iteration lacks what a dead rank has kept. One that is left out has none.
-            may_keep = not (met.absent or iteration in rank.member.left_out)
+            # The result of an iteration that is left out is not there.
+            may_keep = iteration not in rank.member.left_out
             first = recover(rank, built, step.parts, met.positions, may_keep=may_keep)
         phases.end("recover")
     result = catch_up(rank, step, first, iteration, met.survivors_position)
@@ -136,23 +133,8 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
     return result
 
 
-def _share_roles(rank: Repaired, built: Built, met: Round) -> None:
-    """Have peers play the roles of absent ranks from now on, or of none. Called by all live ranks."""
-    degradation = rank.degradation
-    if degradation is None:
-        if met.absent:
-            raise RepairError("ranks are absent, and no peer may play their roles")
-        return
-    if met.absent:
-        recording = rank.links.recording
-        degradation.begin(met.absent, built, rank.listeners, recording, CONNECT_S)
-    else:
-        degradation.end(rank.listeners)
-
-
 def _report(rank: Repaired, met: Round, iteration: int, recovered: int, phases: Phases) -> None:
-    own, degradation = rank.member.rank, rank.degradation
-    played = {} if degradation is None else dict(degradation.chosen)
+    own = rank.member.rank
     done = Repair(
         number=met.number,
         iteration=iteration,
@@ -183,6 +165,3 @@ def _report(rank: Repaired, met: Round, iteration: int, recovered: int, phases: 
         names = ("rank " if len(dead) == 1 else "ranks ") + ", ".join(map(str, dead))
         names += "".join(f" of node {lost} on {by}" for lost, by in met.taken_over.items())
         say(f"{names} replaced in {seconds}, {end}")
-    if played:
-        roles = ", ".join(f"{dead} by {deputy}" for dead, deputy in sorted(played.items()))
-        warn(f"roles of dead ranks are played ({roles}) after {seconds}, {end}")

@@ -146,7 +146,7 @@ def answer_to_lost_nodes(config: MoeFtConfig, args: argparse.Namespace, member: 
             f"{asked} needs several nodes, or a spare one: this job has one node, and ends with it. Give "
             "`python -m moe_ft keep` --nodes and --meet (docs/agent.md), or leave the flag out."
         )
-    if answer == "reroute":
+    if answer == "share":
         try:
             check_job(args)
         except ConfigError as error:

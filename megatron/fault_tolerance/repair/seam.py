@@ -20,7 +20,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.fault_tolerance.cpu import device as cpu_device
 from megatron.fault_tolerance.degraded.degradation import Degradation
-from megatron.fault_tolerance.degraded.roles import stages_of_job
 from megatron.fault_tolerance.repair.between import BetweenIterations, SkippedEvaluations
 from megatron.fault_tolerance.repair.build import Gathered, Joining
 from megatron.fault_tolerance.repair.catch_up import Repaired, Step, position_of, set_counters
@@ -293,8 +292,7 @@ class RepairSeam:
 
     def _become_replaceable(self) -> None:
         """Have this rank replaced if it dies or hangs from now on: there is something to recover."""
-        degradation = self._rank.degradation
-        self._rank.member.become_replaceable(() if degradation is None else stages_of_job())
+        self._rank.member.become_replaceable()
         if get_args().world_size == 1:  # an elastic job may be so small: nobody could repair it
             self._rank.member.link.disarm()
         self._heart.start()
@@ -366,7 +364,7 @@ def _installed(
     if args.rank == 0 and (line := line_on_gloo_groups(args)):
         warn(line)
     listeners.loop.without_spare = answer = answer_to_lost_nodes(config, args, member)
-    if answer == "crowd":
+    if answer in ("crowd", "share"):
         where = partial(site_of, listeners.find(Checkpoints))
         listeners.add(Crowding(config, member, where, uses_nccl=on_gpus))
     links = Links(member, _transports(args))

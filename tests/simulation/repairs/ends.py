@@ -3,7 +3,7 @@
 They stand for process groups: a transport of the product's `Links`, which ends them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,15 +11,12 @@ from typing import Any
 from tests.simulation.kernel import Process
 from tests.simulation.repairs import product
 
-NOTHING: Mapping[int, Any] = {}
-
 
 @dataclass(eq=False, slots=True)
 class Operation:
     """One collective operation, by the ranks that have come to it."""
 
     values: dict[int, Any] = field(default_factory=dict)
-    num_here: int = 0
     names: set[str] = field(default_factory=set)
 
 
@@ -28,7 +25,7 @@ class Group:
     """All ranks of a round of a start.
 
     Attributes:
-        size: number of ranks that are not absent.
+        size: number of ranks.
         layout: of an elastic start, in which the round is.
         ends: ``[rank]`` the process and its links.
     """
@@ -81,11 +78,11 @@ class Ends:
 
     settle = leave = mark
 
-    def connect(self, number: int, timeout_s: float, num_absent: int = 0) -> None:
+    def connect(self, number: int, timeout_s: float) -> None:
         """Connect to all ranks of a round. Nobody learns meanwhile that one of them has died."""
         self._kernel.event("swap")
-        size = self._start.size - num_absent
-        group = self._start.groups.setdefault(number, Group(number, size, self._start.layout))
+        own = Group(number, self._start.size, self._start.layout)
+        group = self._start.groups.setdefault(number, own)
         self._job.oracle.connects(group, self._rank, self._process)
         group.ends[self._rank] = self._process, self
         self._job.machine.changed()
@@ -97,14 +94,8 @@ class Ends:
             raise RuntimeError(f"timed out after {timeout_s:g} s waiting for ranks to connect")
         self._group, self._place = group, 0
 
-    def gather(
-        self, name: str, value: Any, timeout_s: float, played: Mapping[int, Any] = NOTHING
-    ) -> list[Any]:
-        """Return what all ranks bring to an operation that has a name, in their order. Called by all ranks.
-
-        Args:
-            played: values of roles that this rank plays; without any those of absent ranks are missing.
-        """
+    def gather(self, name: str, value: Any, timeout_s: float) -> list[Any]:
+        """Return what all ranks bring to a named operation, in their order. Called by all ranks."""
         kernel, group = self._kernel, self._group
         kernel.event(name.partition(":")[0])
         assert group is not None
@@ -118,22 +109,21 @@ class Ends:
             raise RuntimeError("[gloo] Connection closed by peer")
         if self._is_cut_off():
             raise RuntimeError(f"Timed out waiting {timeout_s:g} s for send operation to complete")
-        operation.values |= {self._rank: value, **played}
+        operation.values[self._rank] = value
         operation.names.add(name)
-        operation.num_here += 1
         size = group.size
-        if operation.num_here == size:
+        if len(operation.values) == size:
             self._job.oracle.completes(group, operation)
             self._job.machine.changed()
         with self.waiting():
             self._job.machine.wait_for(
                 lambda: (
-                    (operation.num_here == size and not self._is_cut_off())
+                    (len(operation.values) == size and not self._is_cut_off())
                     or self._is_broken(group)
                 ),
                 timeout_s,
             )
-        if operation.num_here == size and not self._is_cut_off():
+        if len(operation.values) == size and not self._is_cut_off():
             return [value for _, value in sorted(operation.values.items())]
         if self._is_broken(group):
             raise RuntimeError("[gloo] Connection closed by peer")

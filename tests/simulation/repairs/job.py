@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from moe_ft.cluster.options import KeepOptions
 from moe_ft.cluster.target import Target
+from moe_ft.config.lost_nodes import CROWDED
 from tests.simulation.active import World
 from tests.simulation.kernel import Process
 from tests.simulation.repairs.ends import Group
@@ -92,7 +93,7 @@ class Job:
     @property
     def crowds(self) -> bool:
         """True if a node that trains gets the ranks of a lost one that no spare gets."""
-        return self.without_spare == "crowd"
+        return self.without_spare in CROWDED
 
     def node_of(self, rank: int) -> str:
         """Return the node of a rank: the one where it was started last, else where it is to be started."""
@@ -108,10 +109,6 @@ class Job:
             self._memory[rank, node] = dict(self._memory[rank, home])
             self._homes[rank] = node
         return self._memory.setdefault((rank, node), dict(self._before))
-
-    def memory_of(self, rank: int) -> dict[int, int]:
-        """Return the states of a rank whose node is lost, as peers have them."""
-        return self._memory[rank, self._homes[rank]]
 
     def start(self) -> Start:
         """Start the agents of nodes and spares."""

@@ -262,7 +262,7 @@ def replaced_ranks_take_part(patches: Patches) -> None:
 def verdict_in_a_round_of_others(patches: Patches) -> None:
     """The loss of a node is declared in a round that may have begun for another reason."""
 
-    def declare_lost(self: Rounds, ranks: Any, since: int = 0, *_: Any) -> int:
+    def declare_lost(self: Rounds, ranks: Any, since: int = 0) -> int:
         number = max(1, self.newest(since))
         if self.is_finished(number):
             number += 1
@@ -270,41 +270,6 @@ def verdict_in_a_round_of_others(patches: Patches) -> None:
         return number
 
     patches.set(Rounds, "declare_lost", declare_lost)
-
-
-@node_mutation
-def absent_ranks_waited_for(patches: Patches) -> None:
-    """A round waits for ranks whose roles peers play."""
-    patches.set(Rounds, "absent", lambda self, number: frozenset())
-
-
-@node_mutation
-def absence_forgotten(patches: Patches) -> None:
-    """A rank is absent from the round of its loss alone, and awaited in the next one."""
-
-    def of_absent(self: Rounds, number: int) -> Any:
-        return self._store.get(rounds._key(number, "declared")) or {}
-
-    patches.set(Rounds, "_of_absent", of_absent)
-
-
-@node_mutation
-def absent_ranks_of_before_forgotten(patches: Patches) -> None:
-    """A further loss is told without the ranks that were absent before."""
-    original = Rounds.declare_lost
-
-    def declare_lost(
-        self: Rounds, ranks: Any, since: int = 0, absent: Any = None, *rest: Any
-    ) -> int:
-        return original(self, ranks, since, None if absent is None else ranks, *rest)
-
-    patches.set(Rounds, "declare_lost", declare_lost)
-
-
-@node_mutation
-def roles_played_for_no_spare_alone(patches: Patches) -> None:
-    """The job ends if nobody takes a lost node's ranks, although peers could play their roles."""
-    patches.set(law, "_played_of", lambda job, lost: frozenset())
 
 
 @node_mutation
@@ -317,6 +282,23 @@ def failed_ranks_end_the_job(patches: Patches) -> None:
 def nobody_is_crowded(patches: Patches) -> None:
     """The job ends if nobody takes a lost node's ranks, although a node that trains could."""
     patches.set(law, "_hosts_of", lambda job, slots: {})
+
+
+@node_mutation
+def guests_have_devices(patches: Patches) -> None:
+    """Ranks that a host runs for a lost node are not told that they share its devices."""
+    patches.set(law, "_host_of", lambda seats, slot: None)
+
+
+@node_mutation
+def host_forgotten_with_a_process(patches: Patches) -> None:
+    """The process that takes the place of a rank on the same node is not told whose device it shares."""
+    original = Member.replacement
+
+    def replacement(self: Member, died_s: float) -> Member:
+        return Member(replace(original(self, died_s).assignment, host_rank=None))
+
+    patches.set(Member, "replacement", replacement)
 
 
 @node_mutation

@@ -11,22 +11,6 @@ _LOST_MESSAGE = RepairSchedule(
     iterations=8,
     faults=(Fault(kind="hang", start=0, moment="forward", time=12, amount=0.2),),
 )
-_PLAYED_AGAIN = (
-    RepairSchedule(  # the spare is lost too; then a rank dies, and a further node is lost
-        seed=1,
-        nodes=3,
-        spares=1,
-        keeps_apart=True,
-        without_spare="reroute",
-        iterations=12,
-        faults=(
-            Fault(kind="lose-node", start=0, moment="forward", time=6, target=1),
-            Fault(kind="lose-node", start=0, moment="forward", time=14, target=1),
-            Fault(kind="kill", start=0, moment="forward", time=20, target=0),
-            Fault(kind="lose-node", start=0, moment="forward", time=26, target=2),
-        ),
-    )
-)
 # A node also runs the ranks of another one; then it is lost, or the other one comes back.
 _CROWDED = RepairSchedule(
     seed=1,
@@ -37,6 +21,18 @@ _CROWDED = RepairSchedule(
     faults=(
         Fault(kind="lose-node", start=0, moment="forward", time=6, target=2, amount=0.9),
         Fault(kind="lose-node", start=0, moment="forward", time=14, target=0, amount=0.2),
+    ),
+)
+# A node also runs the ranks of another one, and one of them dies.
+_GUEST_DIES = RepairSchedule(
+    seed=1,
+    nodes=3,
+    keeps_apart=True,
+    without_spare="share",
+    iterations=20,
+    faults=(
+        Fault(kind="lose-node", start=0, moment="forward", time=6, target=2, amount=0.9),
+        Fault(kind="kill", start=0, moment="forward", time=20, target=2),
     ),
 )
 _STORE_CUT_OFF = RepairSchedule(
@@ -78,10 +74,9 @@ NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
             ),
         ),
     ),
-    "roles-played-for-no-spare-alone": _PLAYED_AGAIN,
-    "absence-forgotten": _PLAYED_AGAIN,
-    "absent-ranks-of-before-forgotten": _PLAYED_AGAIN,
     "nobody-is-crowded": _CROWDED,
+    "guests-have-devices": _GUEST_DIES,
+    "host-forgotten-with-a-process": _GUEST_DIES,
     "crowded-slots-forgotten": _CROWDED,
     "ranks-that-move-live-on": _CROWDED,
     "hang-not-ended": _LOST_MESSAGE,

@@ -56,7 +56,6 @@ class Oracle:
         self._since: dict[int, int] = {}  # round, by rank
         self._final: dict[int, int] = {}
         self._raised: list[str] = []
-        self.absent: frozenset[int] = frozenset()
 
     def begin(self) -> None:
         self.excuses.clear()
@@ -103,6 +102,8 @@ class Oracle:
             self.left_out.add(int(iteration))
         elif what == "end":
             self.left_out.discard(int(iteration))
+        if what == "recover":
+            self._check_hosts(group)
         dead = [rank for rank, (process, _) in group.ends.items() if not process.is_alive]
         if dead:
             self.violate(f"{sorted(operation.names)} is done with ranks {dead}, which are dead")
@@ -117,6 +118,17 @@ class Oracle:
             is_earlier = MEMBER in each.local and each.local[LAYOUT] < group.layout
             if each.is_alive and is_earlier and each.node in nodes:
                 self.violate(f"{each} of an earlier start lives on a node of start {group.layout}")
+
+    def _check_hosts(self, group: Group) -> None:
+        """Check that of the ranks that share a device one is the host, and all others know it."""
+        found = {
+            rank: (process.node, process.environ["LOCAL_RANK"], process.local[MEMBER].assignment)
+            for rank, (process, _) in group.ends.items()
+        }
+        hosts = {place[:2]: rank for rank, place in found.items() if place[2].host_rank is None}
+        for rank, (node, device, own) in found.items():
+            if hosts.get((node, device)) != (rank if own.host_rank is None else own.host_rank):
+                self.violate(f"rank {rank} shares the device of {hosts}, and knows {own.host_rank}")
 
     def _silent_nodes(self, now_s: float) -> set[str]:
         """Return the nodes that may not know yet that they are lost, or have just learned it."""
@@ -172,11 +184,6 @@ class Oracle:
             self.violate(
                 f"rank {rank.rank} sees {seen} in round {number}, others {self._members[number]}"
             )
-        if not rank.absent.isdisjoint(each.rank for each in entries):
-            self.violate(f"ranks {sorted(rank.absent)} are absent from round {number}, and in it")
-        if self.absent - rank.absent:  # a node has come, at whatever time
-            self.limit_s = 0.0
-        self.absent = rank.absent
         position = rank.member.position
         facts = {} if position is None else position.facts()
         # Of survivors with the same facts there is one.
@@ -254,7 +261,7 @@ class Oracle:
     def has_trained(self, rank: Rank) -> None:
         """Note that a rank has trained to the end: what dies now is not replaced."""
         if rank._start.layout == self.layout:
-            self._final |= rank.states
+            self._final[rank.rank] = rank.state
         if "a rank has trained to the end" not in self.excuses:
             self.excuses.append("a rank has trained to the end")
 
@@ -294,11 +301,10 @@ class Oracle:
             rank = int(process.environ["RANK"])
             newest = job.process_of(rank)
             is_earlier = process.local[LAYOUT] < self.layout
-            is_replaced = is_earlier or rank in self.absent or newest not in (None, process)
+            is_replaced = is_earlier or newest not in (None, process)
             if process.is_alive and is_replaced:
                 self.violate(
-                    f"{process} lives {_REPLACED_S} s after it could know that {newest} has its rank, or a "
-                    "peer its role"
+                    f"{process} lives {_REPLACED_S} s after it could know that {newest} has its rank"
                 )
 
     def after_a_while(self, job: Job) -> None:

@@ -10,7 +10,6 @@ from megatron.fault_tolerance.repair.watcher import STUCK_S, Deaths, Watcher, en
 from moe_ft.cluster.member import Done, LoopPosition, Member, Standing
 from moe_ft.files import progress
 from moe_ft.loop import hangs
-from moe_ft.planning.schedules import Pipelines, choose_deputies
 from tests.simulation.active import Patches, world
 
 __all__ = [
@@ -71,13 +70,6 @@ def forget_threads() -> None:
 
 def links_of(member: Member, transport: Any) -> Links:
     return Links(member, (transport,))
-
-
-def played(rank: Any) -> list[int]:
-    """Return the absent ranks whose roles a rank plays, in a job of one stage."""
-    pipelines = Pipelines(num_stages=1, num_pipelines=rank._start.size, num_micro_batches=1)
-    deputies = choose_deputies(pipelines, {(each, 0) for each in rank.absent})
-    return [dead for (dead, _), deputy in deputies.items() if deputy == rank.rank]
 
 
 def be_replaced_again(member: Member) -> None:

@@ -52,9 +52,7 @@ class Rank:
         self.rank, self._start = int(process.environ["RANK"]), self._job.start_of(process)
         self._memory = self._job.memory_on(self.rank, process.node)
         self.is_alone = self.member.is_replacement
-        # By rank: the own one, and absent ones whose roles this one plays.
-        self.states: dict[int, int] = {self.rank: 0}
-        self.absent: frozenset[int] = frozenset()
+        self.state = 0
         self._timeout_s, self._leaves_out_log = 2 * TIMEOUT_S, False
 
     def run(self) -> None:
@@ -109,7 +107,7 @@ class Rank:
 
     def _connect(self, number: int, timeout_s: float) -> None:
         with self.links.recording():
-            self._ends.connect(number, timeout_s, len(self.absent))
+            self._ends.connect(number, timeout_s)
 
     def _pass(self, name: str) -> None:
         """Pass a moment at which this rank may hang, or raise an exception of its own."""
@@ -249,9 +247,7 @@ class Rank:
 
     def _become_replaceable(self) -> None:
         with self._ends.waiting():
-            plays = self._job.without_spare == "reroute"
-            stages = [[[rank] for rank in range(self._start.size)]] if plays else []
-            self.member.become_replaceable(stages)
+            self.member.become_replaceable()
         self._job.oracle.is_replaceable(self)
         self._heart.start()
 
@@ -263,18 +259,13 @@ class Rank:
             self._raise(f"bad batch of iteration {iteration}")
         self._pass("forward")
         self._kernel.sleep(ITERATION_S * self._kernel.random.random())
-        own, *played = ([each, state] for each, state in self.states.items())
-        name, by_role = f"backward:{iteration}", {each[0]: each for each in played}
-        told = self._ends.gather(name, own, self._timeout_s, by_role)
+        told = self._ends.gather(f"backward:{iteration}", [self.rank, self.state], self._timeout_s)
         if self._job.fewest:  # the state of another number of ranks is the same
             told = sorted({state for _, state in told})
         self._listeners.enter(Phase.BEFORE_STEP)
         self._pass("in step")
-        self.states = {each: next_state(state, told) for each, state in self.states.items()}
-        for each, state in self.states.items():
-            memory = self._memory if each == self.rank else self._job.memory_of(each)
-            memory[iteration + 1] = state
-            memory.pop(iteration + 1 - KEPT, None)
+        self._memory[iteration + 1] = self.state = next_state(self.state, told)
+        self._memory.pop(iteration + 1 - KEPT, None)
         self.links.check()
         self._ends.gather(f"end:{iteration}", None, self._timeout_s)
         self._listeners.end_iteration({}, is_skipped=False, num_samples=1)
@@ -287,7 +278,7 @@ class Rank:
             self._pass("leave")
             with self._ends.waiting():
                 met = self.member.meet()
-            entries, self.absent = met.entries, met.absent
+            entries = met.entries
             self.is_alone = False
             self._job.oracle.meets(self, entries)
             self._pass("meet")
@@ -329,11 +320,7 @@ class Rank:
     def _recover(self, most: int) -> int:
         """Restore the newest state that all ranks have, of this iteration at most; return its iteration."""
         self._pass("recover")
-        memories = {self.rank: self._memory}
-        memories |= {each: self._job.memory_of(each) for each in product.played(self)}
-        by_role = {each: sorted(memory) for each, memory in memories.items()}
-        own = by_role.pop(self.rank)
-        told = self._ends.gather("recover:", own, self._timeout_s, by_role)
+        told = self._ends.gather("recover:", sorted(self._memory), self._timeout_s)
         common = set.intersection(*map(set, told))
         found = max((each for each in common if each <= most), default=None)
         if found is None:
@@ -342,7 +329,7 @@ class Rank:
             found, self._memory[0] = 0, 0
         self._kernel.sleep(self._kernel.random.random())
         self._pass("restore")
-        self.states = {each: memory[found] for each, memory in memories.items()}
+        self.state = self._memory[found]
         return found
 
 

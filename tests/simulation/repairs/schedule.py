@@ -5,6 +5,8 @@ from typing import Any
 
 import msgspec
 
+from moe_ft.config.lost_nodes import CROWDED
+
 # Faults, each with its weight. Those that a repair mends come first.
 MENDED = {
     "kill": 10,
@@ -71,7 +73,7 @@ _WITH_RESTARTS = 0.25  # of the starts
 _WITH_SPARES = 0.25  # of the schedules
 _ABOUT_HANGS = 0.25
 _WITH_BAD_BATCH = 0.2
-_WITHOUT_SPARE = ("end", "reroute", "reroute", "crowd", "crowd")  # with spares
+_WITHOUT_SPARE = ("end", "share", "share", "crowd", "crowd")  # with spares
 # Faults in iterations, and in repairs; as many as the last are deaths alone, one in each round.
 _NUM_FAULTS = ((1, 0), (1, 0), (3, 0), (5, 0), (1, 1), (1, 2), (2, 2), (1, 3), (1, 6))
 _EACH_ROUND = 6
@@ -112,7 +114,7 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
         fewest: nodes with which all ranks begin again; with any, `keep` starts the nodes. 0 if none may be
             missing.
         keeps_apart: whether a node without ranks keeps the job's store, and not node 0.
-        without_spare: of --moe-ft-without-spare; for roles that are played all ranks are in one stage.
+        without_spare: of --moe-ft-without-spare.
         bad_batch: a rank and an iteration that it cannot run; no rank where there is none.
         restarts: of --max-restarts, in a row without a finished iteration; of nodes that `keep` starts.
         switching: probability with which another thread runs after an event.
@@ -155,10 +157,10 @@ class RepairSchedule(msgspec.Struct, frozen=True, kw_only=True):
             replace(self, faults=faults[:place] + faults[place + 1 :])
             for place in range(len(faults))
         ]
-        is_kept = bool(self.spares or self.fewest or self.without_spare == "crowd")
+        is_kept = bool(self.spares or self.fewest or self.without_spare in CROWDED)
         simpler: dict[str, Any] = {
             "nodes": 1 + is_kept,
-            "spares": 0 if self.fewest or self.without_spare == "crowd" else 1,
+            "spares": 0 if self.fewest or self.without_spare in CROWDED else 1,
             "ranks": 2,
             "iterations": 3,
             "bad_batch": (-1, 0),
@@ -282,13 +284,13 @@ def draw(seed: int, with_spares: float = _WITH_SPARES) -> RepairSchedule:
     if spares:
         of_spares = random.Random(f"without a spare {seed}")
         without_spare = of_spares.choice(_WITHOUT_SPARE)
-        spares = of_spares.choice((0, 0, 1, spares)) if without_spare == "crowd" else spares
+        spares = of_spares.choice((0, 0, 1, spares)) if without_spare in CROWDED else spares
         restarts = of_spares.choice((0, 0, 2))
     faults: list[Fault] = []
     for number in range(rng.choice((1, 1, 1, 2))):
         kinds = MENDED if rng.random() >= _WITH_RESTARTS else {**RESTARTS, "kill": 3}
         first = {"kill": 6, "stop": 2, "hang": 1, "pause-node": 1}
-        if nodes > 1 and (spares or without_spare == "crowd"):
+        if nodes > 1 and (spares or without_spare in CROWDED):
             kinds = first = {**WITH_SPARES, **({"raise": 5} if restarts else {})}
         num_first, num_more = rng.choice(_NUM_FAULTS)
         moments: tuple[str, ...] = (*IN_REPAIRS, *BEHIND)

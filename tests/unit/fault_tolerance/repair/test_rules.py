@@ -180,7 +180,7 @@ def answer(value: str, *, is_watched: bool = True, **changes: Any) -> str:
     return answer_to_lost_nodes(config, args(**changes), member)
 
 
-@pytest.mark.parametrize("value", ["wait", "crowd", "reroute", "shrink"])
+@pytest.mark.parametrize("value", ["wait", "crowd", "share", "shrink"])
 def test_answer_to_lost_nodes_is_refused_where_there_is_one_node(value: str) -> None:
     message = f"--moe-ft-without-spare={value} needs several nodes, or a spare one"
     with pytest.raises(ConfigError, match=message):
@@ -191,13 +191,13 @@ def test_job_of_one_node_ends_with_it_and_one_of_several_crowds() -> None:
     assert [answer("auto", is_watched=each) for each in (False, True)] == ["end", "crowd"]
 
 
-def test_roles_that_cannot_be_played_are_refused() -> None:
+def test_micro_batches_that_peers_cannot_share_are_refused() -> None:
     message = (
-        "--moe-ft-without-spare=reroute is refused: no --use-distributed-optimizer does not work .* "
+        "--moe-ft-without-spare=share is refused: no --use-distributed-optimizer does not work .* "
         "Or give --moe-ft-without-spare crowd"
     )
     with pytest.raises(ConfigError, match=message):
-        answer("reroute", optimizer="adam", use_distributed_optimizer=False)
+        answer("share", optimizer="adam", use_distributed_optimizer=False)
 
 
 def test_silence_is_a_hang_before_the_other_ranks_give_up() -> None:

@@ -293,12 +293,15 @@ def on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 DENSE = ("--mock-data", "--moe-ft-strategy", "dense", "--moe-ft-job-id", "job")
 REPAIRED = ("--moe-ft-repair", "auto")
-PLAYED = (*REPAIRED, "--moe-ft-without-spare", "reroute")
+SHARED = (*REPAIRED, "--moe-ft-without-spare", "share")
 
 
 @pytest.mark.parametrize(
     ("flags", "value", "given"),
-    [(REPAIRED, "repair", "--moe-ft-repair=auto"), (PLAYED, "repair,roles", "--moe-ft-without-s")],
+    [
+        (REPAIRED, "repair", "--moe-ft-repair=auto"),
+        (SHARED, "repair,sharing", "--moe-ft-without-s"),
+    ],
 )
 @pytest.mark.usefixtures("on_gpus")
 def test_what_has_not_run_on_gpus_is_refused_there_unless_it_is_allowed(
@@ -318,14 +321,14 @@ def test_what_has_not_run_on_gpus_is_refused_there_unless_it_is_allowed(
 
 @pytest.mark.usefixtures("on_gpus")
 def test_leave_that_changes_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed = "--moe-ft-allow-untested=repair,roles,cuda-graphs"
-    args = parse(*DENSE, *PLAYED, "--cuda-graph-impl", "local", allowed)
+    allowed = "--moe-ft-allow-untested=repair,sharing,cuda-graphs"
+    args = parse(*DENSE, *SHARED, "--cuda-graph-impl", "local", allowed)
     config = config_from_arguments(args)
     assert void_settings(args, config, ()) == []
     monkeypatch.setattr(cpu_device, "is_active", lambda: True)
     lines = void_settings(args, config, ())
     assert [line.split(":")[0] for line in lines] == [
-        f"--moe-ft-allow-untested={value} changes nothing" for value in ("repair", "roles")
+        f"--moe-ft-allow-untested={value} changes nothing" for value in ("repair", "sharing")
     ]
     assert len(void("--mock-data", allowed)) == 3
     monkeypatch.setattr(Seam, "misfit", lambda seam: "it is not there")

@@ -164,25 +164,6 @@ def test_ranks_that_a_host_had_for_a_lost_node_end_before_another_node_gets_them
     assert rounds.dead_ranks(2) == (2,)
 
 
-def test_roles_are_played_in_the_round_of_the_loss(advance: Advance) -> None:
-    job = Job(num_nodes=4, without_spare="reroute")
-    rounds = Rounds(job.store, 0, 4)
-    rounds.begin_training([[[0], [1]], [[2], [3]]])
-    for number in range(4):
-        job.come(f"host{number}", number)
-    beat_but(job, "host3", advance=advance)
-    assert rounds.absent(1) == {3} and rounds.lost_s(1) > 0
-    rounds.note(RoundMark.FINISHED, 1)
-    del job.seats["host3"]
-    seat = job.come("host3", 3)
-    assert [order.round for order in seat.new_orders()] == [2] and rounds.absent(2) == set()
-    advance(law.BUILT_S + 1)
-    job.store.set("round_2/all_members", True)
-    job.store.append("round_2/ready", {"rank": 3})
-    job.coordinator.step()
-    assert not seat.is_lost()
-
-
 def test_start_has_values_of_its_own_and_forgets_how_ranks_have_ended(advance: Advance) -> None:
     job, _ = job_that_trains(num_nodes=3, max_restarts=1)
     for _ in range(3):
@@ -293,7 +274,7 @@ def test_facts_of_nodes_come_with_their_beats() -> None:
         ("--moe-ft-without-spare nonsense", "", "end"),
         ("--moe-ft-spare wait", "2", "wait"),
         ("--moe-ft-without-spare crowd", "2", "crowd"),
-        ("--moe-ft-without-spare=reroute", "", "reroute"),
+        ("--moe-ft-without-spare=share", "", "share"),
     ],
 )
 def test_policy_is_read_from_the_command_line(

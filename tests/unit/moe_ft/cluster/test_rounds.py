@@ -118,7 +118,7 @@ def test_replacement_that_has_met_the_others_knows_where_training_is_and_no_othe
     assert rounds.declare_lost([0]) == 2
     rounds.join(2, Entry(rank=1, died_s=4.0, facts=facts))
     assert rounds.survivors(2) == {1, 2}
-    assert rounds.declare_lost([1], 2, [2]) == 3
-    assert rounds.survivors(3) == set()
+    assert rounds.declare_lost([1], 2) == 3
+    assert rounds.survivors(3) == {2}
     rounds.note(RoundMark.FINISHED, 3)
-    assert rounds.survivors(3) == {0, 1}
+    assert rounds.survivors(3) == {0, 1, 2}

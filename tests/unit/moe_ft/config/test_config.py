@@ -39,9 +39,9 @@ def settings(**values: Any) -> MoeFtConfig:
         ),
         (
             settings(
-                strategy="dense", without_spare="reroute", repair="auto", layout="any", elastic=True
+                strategy="dense", without_spare="share", repair="auto", layout="any", elastic=True
             ),
-            "--moe-ft-without-spare=reroute cannot be used with --moe-ft-elastic: cells of peers",
+            "--moe-ft-without-spare=share cannot be used with --moe-ft-elastic: peers share",
         ),
         (
             settings(strategy="dense", without_spare="shrink", repair="auto"),

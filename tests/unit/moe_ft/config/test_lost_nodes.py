@@ -28,10 +28,7 @@ def parse(words: list[str]) -> tuple[MoeFtConfig, list[str]]:
         ([], "crowd", ""),
         ([ELASTIC], "shrink", ""),
         ([WITHOUT, "auto"], "crowd", ""),
-        *(
-            ([WITHOUT, each], each, "")
-            for each in ("end", "wait", "crowd", "share", "reroute", "shrink")
-        ),
+        *(([WITHOUT, each], each, "") for each in ("end", "wait", "crowd", "share", "shrink")),
         ([f"{WITHOUT}=crowd", ELASTIC], "crowd", ""),
         ([SPARE, "wait"], "wait", f"{SPARE}=wait is {WITHOUT} wait now: write that"),
         ([f"{SPARE}=restart"], "end", f"{SPARE}=restart is {WITHOUT} end now: write that"),
@@ -42,7 +39,14 @@ def parse(words: list[str]) -> tuple[MoeFtConfig, list[str]]:
             "wait",
             f"{SPARE}=wait and {WITHOUT}=off are {WITHOUT} wait now: write that",
         ),
-        ([SPARE, "wait", WITHOUT, "reroute"], "reroute", f"{SPARE}=wait is {WITHOUT} reroute now"),
+        ([WITHOUT, "reroute"], "share", f"{WITHOUT}=reroute is {WITHOUT} share now: write that"),
+        ([WITHOUT, "reroute", ELASTIC], "share", f"{WITHOUT}=reroute is {WITHOUT} share now: "),
+        (
+            [SPARE, "wait", WITHOUT, "reroute"],
+            "share",
+            f"{SPARE}=wait and {WITHOUT}=reroute are {WITHOUT} share now: write that",
+        ),
+        ([SPARE, "wait", WITHOUT, "share"], "share", f"{SPARE}=wait is {WITHOUT} share now"),
     ],
     ids=" ".join,
 )
