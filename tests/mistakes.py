@@ -455,7 +455,6 @@ def _make_hypothesis_quick() -> None:
 def _schedules() -> Iterator[Any]:
     """Yield schedules of all kinds of simulated jobs."""
     from tests.simulation import drawers, schedule
-    from tests.simulation.dead_ranks import draw_dead
     from tests.simulation.halves import draw_halved
     from tests.simulation.repairs import schedule as repairs
 
@@ -466,7 +465,6 @@ def _schedules() -> Iterator[Any]:
         (drawers.draw_followed, 5),
         (drawers.draw_selective, 3),
         (drawers.draw_parity, 5),
-        (draw_dead, 2),
         (draw_halved, 3),
         (repairs.draw, 9),
         (repairs.draw_with_spares, 3),

@@ -100,22 +100,12 @@ class _Reduction:
         """True if a reduction was begun and its result was not read."""
         return self._values is not None
 
-    def _join(
-        self,
-        ranks: Sequence[int],
-        own: int,
-        make_group: Callable[[Sequence[int]], Any] | None = None,
-    ) -> None:
-        """Make the groups of some ranks. Called by all ranks of the job, as torch wants it.
-
-        Args:
-            make_group: makes one among those who call; None for torch's function.
-        """
-        make_group = make_group or partial(dist.new_group, backend="gloo", timeout=self._timeout)
+    def _join(self, ranks: Sequence[int], own: int) -> None:
+        """Make the groups of some ranks. Called by all ranks of the job, as torch wants it."""
         levels = plan_levels(ranks)
         for level in levels:
             for members in level:
-                group = make_group(members)
+                group = dist.new_group(members, backend="gloo", timeout=self._timeout)
                 if own in members:
                     self._levels.append(
                         _Level(group=group, members=members, is_top=level is levels[-1])
@@ -294,10 +284,6 @@ class Agreement(_Reduction):
             parts = exchange.decode(exchange.scatter(level.group, [*given]), exchange.BY_RANK)
         (content,) = parts.values()
         return exchange.decode(content, decoder)
-
-    def once(self, act: Callable[[], None]) -> None:
-        """Do something once in this process, when all ranks that it speaks for have come here."""
-        act()
 
     def barrier(self) -> None:
         """Wait for all ranks; raises RuntimeError if one does not come in time."""

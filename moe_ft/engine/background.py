@@ -227,12 +227,6 @@ class ThreadWorker:
         )
         self._thread.start()
 
-    @property
-    def ident(self) -> int:
-        """Identifier of its thread, which runs."""
-        assert self._thread is not None and self._thread.ident is not None
-        return self._thread.ident
-
     def submit[Result](self, act: Callable[[], Result]) -> Future[Result]:
         """Have a function called after everything submitted before. Any thread."""
         future: Future[Result] = Future()

@@ -86,14 +86,11 @@ def _receive_part(group: Any, rank: int, num_bytes: int) -> bytes:
 
 
 def meet[Value](value: Value, decoder: msgspec.json.Decoder[Value]) -> list[Value]:
-    """Return the small values of all ranks of the job. Called by all of them, over torch's own group.
-
-    The value of a dead rank is that of its deputy.
-    """
+    """Return the small values of all ranks of the job. Called by all of them, over torch's own group."""
     content = bytearray(msgspec.json.encode(value).ljust(_MET_BYTES))
     # The CPU, if that group has a backend for it.
     device = dist.distributed_c10d._get_object_coll_device()
     own = torch.frombuffer(content, dtype=torch.uint8).to(device)
-    everyone = own.repeat(dist.get_world_size())  # so a deputy has the dead rank's
+    everyone = own.new_empty(dist.get_world_size() * _MET_BYTES)
     dist.all_gather_into_tensor(everyone, own)
     return [decode(each.numpy().tobytes(), decoder) for each in everyone.cpu().split(_MET_BYTES)]

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -18,7 +18,6 @@ _NUM_LOOKS = 20  # a machine that stands still costs one
 _ends_s: dict[int, list[float]] = {}  # of the waits that each thread is in
 _left_s: dict[int, float] = {}  # when each thread left its last one
 _progress_s: dict[int, float] = {}
-_awaited: dict[int, tuple[int, ...]] = {}  # by thread, those that it waits for
 _among_ranks = Counter[
     int
 ]()  # by thread, the contexts in which it waits for other processes of the job
@@ -35,17 +34,6 @@ def waiting(limit_s: float) -> Iterator[None]:
     finally:
         _left_s[thread] = time.monotonic()
         ends_s.pop()
-
-
-@contextmanager
-def awaiting(threads: Collection[int]) -> Iterator[None]:
-    """Note that this thread waits in this context for others: their progress and their waits are its own."""
-    thread = threading.get_ident()
-    _awaited[thread] = (*threads,)
-    try:
-        yield
-    finally:
-        del _awaited[thread]
 
 
 @contextmanager
@@ -66,8 +54,7 @@ def awaits_others(thread: int) -> bool:
 
 def excused_until_s(thread: int) -> float:
     """Return the time, of the monotonic clock, until which a thread was or may be in such a wait."""
-    others = map(excused_until_s, _awaited.get(thread, ()))
-    return max(_left_s.get(thread, 0.0), *_ends_s.get(thread, ()), *others, 0.0)
+    return max(_left_s.get(thread, 0.0), *_ends_s.get(thread, ()), 0.0)
 
 
 def note_progress() -> None:
@@ -77,7 +64,7 @@ def note_progress() -> None:
 
 def progress_s(thread: int) -> float:
     """Return when a thread last got further, by the monotonic clock; 0 if it never has."""
-    return max(_progress_s.get(thread, 0.0), *map(progress_s, _awaited.get(thread, ())), 0.0)
+    return _progress_s.get(thread, 0.0)
 
 
 def call_within[Result](act: Callable[[], Result], patience_s: float, what: str) -> Result:

@@ -22,7 +22,6 @@ from moe_ft.engine.background import EngineEvent, describe
 from moe_ft.engine.boundary.log import BoundaryLog
 from moe_ft.engine.breakpoints import Breakpoints, Moment
 from moe_ft.engine.memory.mappings import Mappings
-from moe_ft.engine.voices import Voice
 from moe_ft.errors import RejectedResultError, RepairError
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
@@ -138,9 +137,6 @@ class Checkpoints(LoopListener):
     """Drives the checkpointing of one rank. Owned by the training thread.
 
     Does nothing without a strategy, or with --skip-train.
-
-    Attributes:
-        log: events of the rank.
     """
 
     def __init__(
@@ -156,7 +152,7 @@ class Checkpoints(LoopListener):
         self._config = config
         self._training = training
         self._loop = loop
-        self.log = event_log
+        self._log = event_log
         self._faults = faults
         self._routers = routers
         self._breakpoint_writer = breakpoint_writer
@@ -170,11 +166,6 @@ class Checkpoints(LoopListener):
         self._is_kept = True  # likewise: the last state is somewhere as a whole
         self._is_over = False  # until the job has ended cleanly on all ranks and needs no memory
         self._facts: JobFacts | None = None  # as they were first: Megatron changes its arguments
-
-    def speak_by(self, voice: Voice | None) -> None:
-        """Meet the others by a voice from the next setup on, or without one. Called after `suspend`."""
-        assert self._facts is not None
-        self._facts = replace(self._facts, voice=voice)
 
     @property
     def boundary_log(self) -> BoundaryLog | None:
@@ -243,7 +234,7 @@ class Checkpoints(LoopListener):
     def after_recovery(self) -> None:
         """Write the event "recovery", unless a replay is still to come, here or on other ranks."""
         self._write_elastic()
-        _warn_of_load(self._training, self.log.rank, self._resumption)
+        _warn_of_load(self._training, self._log.rank, self._resumption)
         if self._running and self._resumption and not self._resumption.is_due:
             self._write_recovery(self._running.outcome, 0)
             self._loop.grad_norm = self._resumption.grad_norm
@@ -263,7 +254,7 @@ class Checkpoints(LoopListener):
                 "waiting": facts.waiting_ranks,
                 "evaluation_samples": facts.evaluation_samples,
             }
-            self.log.write("elastic", running.outcome.iteration, **fields)
+            self._log.write("elastic", running.outcome.iteration, **fields)
 
     @override
     def begin_training(self, parts: LoopParts) -> None:
@@ -283,8 +274,8 @@ class Checkpoints(LoopListener):
         iteration, loss = outcome.iteration, outcome.loss
         self._loop.stages_alone, self._loop.num_replayed = outcome.stages, num_replayed
         self._loop.replay_s = outcome.phases_s.get("replay", 0.0)
-        self.log.write("recovery", iteration, **recovery_fields(outcome, num_replayed))
-        if self.log.rank == 0:
+        self._log.write("recovery", iteration, **recovery_fields(outcome, num_replayed))
+        if self._log.rank == 0:
             say(continuation_of(outcome))
         if loss is not None:
             numbers = {"plt": loss.total_plt, "lost_tokens": loss.lost_tokens}
@@ -292,7 +283,7 @@ class Checkpoints(LoopListener):
 
     def _note_replayed(self, iteration: int) -> None:
         self._loop.iteration = iteration
-        self.log.progress(iteration, Phase.REPLAY)
+        self._log.progress(iteration, Phase.REPLAY)
         self._faults.enter_phase(iteration, Phase.REPLAY)
 
     def before_batch(self) -> None:
@@ -374,7 +365,7 @@ class Checkpoints(LoopListener):
         fields = report.fields
         if not self._config.observability.router_log:  # nobody compares them with the loads
             fields = {name: value for name, value in fields.items() if name != "experts"}
-        self.log.write(report.event, report.iteration, time_s=report.time_s, **fields)
+        self._log.write(report.event, report.iteration, time_s=report.time_s, **fields)
         numbers = {
             f"{report.event}/{name}": float(value)
             for name, value in report.fields.items()
@@ -503,23 +494,6 @@ def met_of(own: Checkpoints) -> Met | None:
 def site_of(own: Checkpoints) -> Site | None:
     """Return the place of this rank among those that take checkpoints; None before the setup."""
     return None if (met := met_of(own)) is None else met.site
-
-
-def checkpoints_of_dead_rank(
-    own: Checkpoints, change: Callable[[JobFacts], JobFacts], log: EventLog
-) -> Checkpoints:
-    """Return the checkpoints of a rank for which this process speaks. Called after `suspend`.
-
-    Args:
-        own: of this rank.
-        change: makes the facts of that rank from those of this one.
-        log: of that rank.
-    """
-    parts = (own._config, own._training, own._loop, log, own._faults, own._routers)
-    found = Checkpoints(*parts, BreakpointWriter(own._loop, log))
-    assert own._facts is not None
-    found._facts = change(own._facts)
-    return found
 
 
 def _attempt(take: Callable[[], Moment | None]) -> tuple[Moment | None, str]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Concatenate, Protocol, Self
+from typing import Any, Concatenate, Self
 
 import torch
 
@@ -247,19 +247,14 @@ class LoopListener:
         """Release what the listener holds, also after a failure."""
 
 
-class _Several(Protocol):
-    """Several listeners, called one after the other or at the same time."""
-
-    def _call(self, act: Callable[[Any], None]) -> None: ...
-
-
-def of_each[**Given](
+def _of_each[**Given](
     seam: Callable[Concatenate[LoopListener, Given], None],
-) -> Callable[Concatenate[_Several, Given], None]:
-    """Return what calls a seam of several listeners."""
+) -> Callable[Concatenate["Listeners", Given], None]:
+    """Return what calls a seam of all listeners."""
 
-    def call(self: _Several, /, *args: Given.args, **kwargs: Given.kwargs) -> None:
-        self._call(lambda each: getattr(each, seam.__name__)(*args, **kwargs))
+    def call(self: "Listeners", /, *args: Given.args, **kwargs: Given.kwargs) -> None:
+        for each in self._listeners:
+            getattr(each, seam.__name__)(*args, **kwargs)
 
     return call
 
@@ -267,16 +262,16 @@ def of_each[**Given](
 class Listeners:
     """All listeners of one run, with the state of the loop. Owned by the training thread."""
 
-    before_setup = of_each(LoopListener.before_setup)
-    begin_training = of_each(LoopListener.begin_training)
-    replay_if_due = of_each(LoopListener.replay_if_due)
-    before_batch = of_each(LoopListener.before_batch)
-    begin_attempt = of_each(LoopListener.begin_attempt)
-    after_repair = of_each(LoopListener.after_repair)
-    reject = of_each(LoopListener.reject)
-    before_capture = of_each(LoopListener.before_capture)
-    note_reduced_gradients = of_each(LoopListener.note_reduced_gradients)
-    note_final_gradients = of_each(LoopListener.note_final_gradients)
+    before_setup = _of_each(LoopListener.before_setup)
+    begin_training = _of_each(LoopListener.begin_training)
+    replay_if_due = _of_each(LoopListener.replay_if_due)
+    before_batch = _of_each(LoopListener.before_batch)
+    begin_attempt = _of_each(LoopListener.begin_attempt)
+    after_repair = _of_each(LoopListener.after_repair)
+    reject = _of_each(LoopListener.reject)
+    before_capture = _of_each(LoopListener.before_capture)
+    note_reduced_gradients = _of_each(LoopListener.note_reduced_gradients)
+    note_final_gradients = _of_each(LoopListener.note_final_gradients)
 
     def __init__(self, loop: LoopState, listeners: Sequence[LoopListener]) -> None:
         self.loop = loop
@@ -291,10 +286,6 @@ class Listeners:
     def __exit__(self, *error: object) -> None:
         _call_all([each.close for each in reversed(self._listeners)])
 
-    def _call(self, act: Callable[[LoopListener], None]) -> None:
-        for each in self._listeners:
-            act(each)
-
     def find[Kind: LoopListener](self, kind: type[Kind]) -> Kind:
         """Return the listener of a kind of which there is one."""
         (found,) = (each for each in self._listeners if isinstance(each, kind))
@@ -303,10 +294,6 @@ class Listeners:
     def add(self, last: LoopListener) -> None:
         """Call a further listener after the others. Before the start."""
         self._listeners += (last,)
-
-    def replace(self, old: LoopListener, new: LoopListener) -> None:
-        """Call another listener in the place of one, from the next seam on."""
-        self._listeners = tuple(new if each is old else each for each in self._listeners)
 
     def after_setup(self, built: Built, iteration: int) -> None:
         """Recover; without a recovery the loop begins at the given iteration. Called by all ranks."""

@@ -199,8 +199,7 @@ class Resumption:
     def restore_rng(self) -> None:
         """Restore the random numbers, once: nothing may draw any between this and the next forward pass."""
         if self._rng is not None:
-            randomness = self._running.met.facts.randomness
-            (randomness.apply if randomness else apply_rng)(self._rng)
+            apply_rng(self._rng)
             self._rng = None
 
 

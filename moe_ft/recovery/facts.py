@@ -4,13 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_ft.engine.voices import Voice
 from moe_ft.launches import Launch
 from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.couplings import CouplingReport
 from moe_ft.planning.experts import ExpertFacts
 from moe_ft.state.parameters import StatePlaces
-from moe_ft.state.random_states import Randomness
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,8 +33,6 @@ class JobFacts:
         waiting_ranks: ranks of the launcher that take no part, as they do not fit.
         evaluation_samples: of an iteration of an evaluation.
         couplings: stages that run iterations again together; None if what the pipeline sends is not logged.
-        voice: of this rank while ranks are dead; None in a healthy job.
-        randomness: random numbers of this rank; None for those of its process.
     """
 
     launch: Launch
@@ -60,5 +56,3 @@ class JobFacts:
     waiting_ranks: tuple[int, ...] = ()
     evaluation_samples: int = 0
     is_evaluated: Callable[[int], bool] = lambda iteration: False
-    voice: Voice | None = None
-    randomness: Randomness | None = None

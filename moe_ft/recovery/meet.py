@@ -22,7 +22,6 @@ from moe_ft.engine.links.server import PeerServer
 from moe_ft.engine.memory.job_directory import node_directory
 from moe_ft.engine.memory.layout import FileLayout
 from moe_ft.engine.snapshots.windows import UnitLayouts
-from moe_ft.engine.voices import VoicedAgreement, VoicedStageSum
 from moe_ft.errors import BusyError, ConfigError
 from moe_ft.failure_domains import find_domains
 from moe_ft.format.encoding import checksum
@@ -104,11 +103,8 @@ class Ranks:
 
 def join_ranks(facts: JobFacts, opened: ExitStack) -> Ranks:
     """Create the group of all ranks; those of the stages wait for `stage.start`. Called by all ranks."""
-    voice, limit_s = facts.voice, facts.timeout_s
     ranks = Ranks(
-        everyone=Agreement(limit_s) if voice is None else VoicedAgreement(limit_s, voice),
-        stage=StageSum(limit_s) if voice is None else VoicedStageSum(limit_s, voice),
-        rank=facts.rank,
+        everyone=Agreement(facts.timeout_s), stage=StageSum(facts.timeout_s), rank=facts.rank
     )
     opened.callback(ranks.everyone.close)
     ranks.everyone.start()
@@ -296,7 +292,7 @@ def _read_live_state(
         model_places=model_places(model, places),
         catalog=catalog,
         layouts=UnitLayouts(catalog, facts.places.dp.rank),
-        records=RecordTaker(model, optimizer, scheduler, parameters, facts.randomness),
+        records=RecordTaker(model, optimizer, scheduler, parameters),
         groups=facts.groups,
         phase_hook=phase_hook,
     )

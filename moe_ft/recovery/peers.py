@@ -49,7 +49,7 @@ def _peers(config: MoeFtConfig, facts: JobFacts, topology: Topology) -> list[tup
         factor = default_replication_factor(len(topology.nodes))
         for line in _without_replicas(config) if factor == 0 and facts.rank == 0 else ():
             warn(f"{flag_of('replication_factor')}=auto is 0 on one node: {line}")
-    elif (config.elastic.elastic or facts.voice is not None) and factor > num_others:
+    elif config.elastic.elastic and factor > num_others:
         if facts.rank == 0:
             warn(
                 f"--moe-ft-replication-factor={factor}: {num_others} as long as there are no more nodes"

@@ -7,7 +7,6 @@ single snapshot none. Source: MoEvement, section 3.3 (sparse-to-dense), which re
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import PurePosixPath
 
 from msgspec.msgpack import Decoder
@@ -24,7 +23,7 @@ from moe_ft.recovery.agree import Agreed
 from moe_ft.recovery.fetch import versions_in
 from moe_ft.recovery.fetched import Fetched
 from moe_ft.recovery.left import version_of
-from moe_ft.recovery.meet import Met
+from moe_ft.recovery.meet import LiveState, Met
 from moe_ft.recovery.put_back import exchange_state, put_back, refresh_weights, sync_weights
 from moe_ft.recovery.readers import Readers, StateReader
 from moe_ft.state import offloaded
@@ -48,11 +47,10 @@ class Conversion:
         records: ``[snapshot]``.
     """
 
-    def __init__(self, agreed: Agreed, met: Met) -> None:
+    def __init__(self, agreed: Agreed, live: LiveState) -> None:
         assert agreed.fetched.index is not None
         self._agreed = agreed
-        self._live = met.live
-        self._once = met.ranks.everyone.once
+        self._live = live
         self.records: tuple[IterationRecord, ...] = agreed.fetched.index.records[
             -len(agreed.slices) :
         ]
@@ -93,9 +91,7 @@ class Conversion:
             compute, live.catalog, record.iteration, None, lambda each: not follows_masters(each)
         )
         exchange_state(live.parameters, compute_slices, Level.COMPUTE, live.groups)
-        self._once(
-            partial(sync_weights, model, optimizer)
-        )  # when the shards of dead ranks are there, too
+        sync_weights(model, optimizer)
         records.apply(record, model, optimizer, scheduler, live.parameters)
 
 
@@ -129,7 +125,7 @@ class Restored:
 
 def restore(plan: Plan, agreed: Agreed, met: Met, readers: Readers, kept: Plan | None) -> Restored:
     """Put the first snapshot of a window back. Called by all ranks; `plan_to_keep` says what is kept."""
-    conversion = Conversion(agreed, met)
+    conversion = Conversion(agreed, met.live)
     conversion.load(0)
     restored = Restored(
         plan=plan, fetched=agreed.fetched, conversion=conversion, kept=kept, persisted_index=""

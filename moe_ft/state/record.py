@@ -20,7 +20,7 @@ from moe_ft.format.records import IterationRecord, JobNumbers, OptimizerRecord
 from moe_ft.state import fp8_state, offloaded, schedule
 from moe_ft.state.packed_values import copied, from_json, on_cpu, pack, to_json, unpack
 from moe_ft.state.parameters import LocalParameter
-from moe_ft.state.random_states import Randomness, capture_rng, encode_rng
+from moe_ft.state.random_states import capture_rng, encode_rng
 from moe_ft.state.tensors import (
     all_buffers,
     buffer_places,
@@ -84,11 +84,9 @@ class RecordTaker:
         optimizer: Any,
         scheduler: Any,
         parameters: Sequence[LocalParameter],
-        randomness: Randomness | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self._randomness = randomness  # None for the live ones
         self._inner = inner_optimizers(optimizer)
         self._buffers = buffer_places(model)
         self._extra_state = fp8_state.modules_with_extra_state(model)
@@ -110,7 +108,7 @@ class RecordTaker:
             "grad_norms_by_group": _grad_norms(self._optimizer),
             "optimizers": [_capture_scalars(inner) for inner in self._inner],
             "scheduler": schedule.state_of(self._scheduler),
-            "rng": self._randomness.capture() if self._randomness else capture_rng(),
+            "rng": capture_rng(),
             "buffers": {
                 name: buffer.detach().clone()
                 for name, (module, key) in self._buffers.items()

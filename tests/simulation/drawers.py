@@ -1,6 +1,15 @@
-"""Schedules of one kind of jobs alone, for mistakes that only these show."""
+"""Schedules of any job, and of one kind of jobs alone, for mistakes that only these show."""
 
+import random
+
+from tests.simulation import halves
 from tests.simulation.schedule import Schedule, draw
+
+
+def draw_some(seed: int) -> Schedule:
+    """Return a schedule of any job."""
+    is_halved = random.Random(f"one region {seed}").random() < halves.SHARE
+    return halves.draw_halved(seed) if is_halved else draw(seed)
 
 
 def draw_changing(seed: int) -> Schedule:

@@ -1,8 +1,7 @@
 """A job of simulated ranks: its nodes, its launcher, and its starts until training has ended."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +43,6 @@ class Setup(Shape, frozen=True, kw_only=True):
         replica_regions: as --moe-ft-replica-regions takes it.
         streams: as --moe-ft-streams takes it.
         pin: as --moe-ft-pin takes it.
-        dead: ``[start]`` the rank that is dead in it, for which the one before it in its stage speaks; -1
-            for none, as in all further starts.
         boost: as --moe-ft-capacity-boost takes it.
     """
 
@@ -72,17 +69,6 @@ class Setup(Shape, frozen=True, kw_only=True):
     streams: int = 1
     pin: str = "require"
     boost: float = 0.0
-    dead: tuple[int, ...] = ()
-
-    def speakers_in(self, start: int) -> Mapping[int, int]:
-        """Return for each rank the live one that speaks for it in a start."""
-        shape = self.shape_of(start)
-        found = {rank: rank for rank in range(shape.num_ranks)}
-        dead = dict(enumerate(self.dead)).get(start, -1)
-        if dead >= 0:
-            stage = shape.ranks_of(shape.stage_of(dead))
-            found[dead] = stage[stage.index(dead) - 1]
-        return found
 
     def shape_of(self, start: int) -> Shape:
         """Return the layout of a start."""
@@ -213,14 +199,13 @@ class Job:
 
     @property
     def nodes(self) -> list[str]:
-        """``[rank]`` its node in the next start; of a dead one that of its deputy."""
-        return [self.node_of(by) for by in self.setup.speakers_in(len(self.starts)).values()]
+        """``[rank]`` its node in the next start."""
+        return [self.node_of(rank) for rank in range(self.next_shape.num_ranks)]
 
     def start(self) -> Start:
         number, shape, nodes = len(self.starts), self.next_shape, self.nodes
-        speakers, count = self.setup.speakers_in(number), shape.num_ranks
-        training = replace(self.training, shape=shape, speakers=speakers)
-        lives = [Life(rank=rank) for rank in range(count)]
+        training = replace(self.training, shape=shape)
+        lives = [Life(rank=rank) for rank in range(shape.num_ranks)]
         started = Start(number=number, shape=shape, nodes=nodes, lives=lives)
         started.first_event = self.world.kernel.num_events
         self.starts.append(started)
@@ -233,27 +218,15 @@ class Job:
             }
             process = self.world.kernel.make_process(f"rank-{rank}", node, environ)
             process.local[PARENT] = self.agent_on(node).pid
-            self.world.collectives.join(process, rank=rank, start=number, world_size=count)
+            self.world.collectives.join(
+                process, rank=rank, start=number, world_size=shape.num_ranks
+            )
             process.at_death.append(lambda: self._note_death(started))
             started.processes.append(process)
             started.num_alive += 1
-        for rank, by in speakers.items():
-            if rank != by:
-                self._put_together(started.processes[rank], started.processes[by])
         for rank, process in enumerate(started.processes):
             self.world.kernel.spawn(process, Rank(self.world, training, lives[rank]).run)
         return started
-
-    def _put_together(self, *processes: Process) -> None:
-        """Have two simulated processes stand for one that speaks for the ranks of both."""
-        shared: dict[int, Any] = {}
-        for each in processes:
-            each.local["shared"] = shared
-            each.at_death.append(partial(self._end_together, each, processes))
-
-    def _end_together(self, process: Process, processes: Sequence[Process]) -> None:
-        for each in processes if process.exit_code else ():
-            self.world.kernel.kill(each)
 
     def agent_on(self, node: str) -> Process:
         """Return the process that starts the ranks of a node, which lives as long as the job."""

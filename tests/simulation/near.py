@@ -4,7 +4,6 @@ import random
 
 import msgspec
 
-from tests.simulation.dead_ranks import FAILED_SEAT
 from tests.simulation.job import Setup
 from tests.simulation.repairs.near import NEAR_OF_REPAIRS
 from tests.simulation.repairs.schedule import RepairSchedule
@@ -341,7 +340,6 @@ NEAR: dict[str, AnySchedule] = {
         ),
         switching=0.02,
     ),
-    "votes-of-the-dead-left-out": FAILED_SEAT,
     "step-past-the-meeting": Schedule(
         seed=62,
         setup=msgspec.structs.replace(_STAGES, interval="2", iterations=10, is_sharded=False),

@@ -188,12 +188,6 @@ class Oracle:
 
     def before_start(self) -> None:
         """Look at what the dead processes have left."""
-        if self.job.starts and self.job.setup.dead:
-            before, now = self.job.starts[-1].nodes, self.job.nodes
-            for _ in {*before} - {*now}:  # nobody looks at a node that has no ranks
-                self.lose_node()
-            if [*before] != now:  # older snapshots make room for the newest, which peers may lack
-                self.floors.protected = 0
         self.is_disturbed = self.job.world.kernel.now < self.disturbed_until_s
         self._floor = self.floors.highest
         self._was_whole, self.is_whole = self.is_whole, False

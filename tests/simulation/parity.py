@@ -37,7 +37,6 @@ def with_parity(setup: Setup, rng: random.Random) -> Setup:
         "upstream_log": False,
         "recovery": "auto",
         "later": (),
-        "dead": (),
     }
     if setup.strategy not in ("dense", "sparse"):
         changes |= {"strategy": "dense", "options": {}, "interval": "1", "boost": 0.0}

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch
 
-from tests.simulation.dead_ranks import OF_DEAD, draw_dead, draw_some
 from tests.simulation.drawers import (
     draw_aging,
     draw_changing,
     draw_followed,
     draw_parity,
     draw_selective,
+    draw_some,
 )
 from tests.simulation.halves import OF_HALVES, draw_halved
 from tests.simulation.layout_mutations import OF_AGES, OF_LAYOUTS
@@ -72,7 +72,6 @@ _DRAWERS: tuple[tuple[Collection[str], Callable[[int], AnySchedule]], ...] = (
     (OF_BUDGETS, draw_selective),
     (OF_HALVES, draw_halved),
     (OF_PARITY, draw_parity),
-    (OF_DEAD, draw_dead),
     (OF_AGES, draw_aging),
     (OF_LAYOUTS, draw_changing),
 )

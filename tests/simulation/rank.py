@@ -17,7 +17,6 @@ import torch
 from megatron.fault_tolerance.seams.iteration_seams import IterationSeams
 from megatron.fault_tolerance.seams.stack import Layers
 from moe_ft.engine.background import EngineEvent
-from moe_ft.engine.voices import VoicedAgreement
 from moe_ft.events import EventLog
 from moe_ft.faults import Phase
 from moe_ft.format.records import RandomStates
@@ -351,5 +350,3 @@ def install(patches: Patches) -> None:
     patches.divert(resumption, "current_rng", lambda world: encode_rng(_capture_rng(world)))
     patches.divert(resumption, "apply_rng", _apply_rng)
     patches.divert(new_record, "seeded_states", _seeded_states)
-    # Each rank has a model of its own here, also a dead one.
-    patches.set(VoicedAgreement, "once", lambda agreement, act: act())

@@ -7,7 +7,7 @@ starts, trains, replays or leaves is the product's.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, override
@@ -16,7 +16,6 @@ import torch
 import xxhash
 
 from moe_ft.config.config import MoeFtConfig
-from moe_ft.engine.voices import Voice, Voices
 from moe_ft.format.records import Counted
 from moe_ft.launches import launch_of
 from moe_ft.loop.training_loop import LoopParts, RecordSend, RunAgain, TrainingLoop
@@ -42,18 +41,13 @@ COLLECTIVE_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Training that the ranks of a job do.
-
-    Attributes:
-        speakers: by rank, the live one that speaks for it.
-    """
+    """Training that the ranks of a job do."""
 
     shape: Shape
     iterations: int
     config: MoeFtConfig
     stop_interval: int = 0
     first: str = "seed"
-    speakers: Mapping[int, int] = field(default_factory=dict)
 
     def end_after(self, iteration: int) -> int:
         if not self.stop_interval:
@@ -92,21 +86,6 @@ class SimulatedLoop(TrainingLoop):
         self.links = Links(world, shape, rank, COLLECTIVE_TIMEOUT_S)
         self._gather = partial(groups.exchange, own, timeout_s=COLLECTIVE_TIMEOUT_S)
         self.model = Model(shape, rank, self._gather, training.first)
-        self._voice = self._take_voice()
-
-    def _take_voice(self) -> Voice | None:
-        """Return the voice of this rank while some are dead; dead ones have processes of their own here."""
-        speakers, world = self._training.speakers, self._world
-        if all(rank == by for rank, by in speakers.items()):
-            return None
-
-        def make_group(ranks: Sequence[int]) -> Any:  # of the process that speaks
-            return world.collectives.new_group(world.process, ranks, COLLECTIVE_TIMEOUT_S)
-
-        own = speakers[self._rank]
-        voices = Voices(speakers, own, make_group, COLLECTIVE_TIMEOUT_S)
-        shared = world.process.local.get("shared", {})
-        return Voice(shared.setdefault(own, voices), self._rank)
 
     @override
     def job_facts(self, began_with: str) -> JobFacts:
@@ -144,7 +123,6 @@ class SimulatedLoop(TrainingLoop):
             timeout_s=COLLECTIVE_TIMEOUT_S,
             traffic=traffic_of(shape) if has_log else None,
             couplings=report_couplings(shared) if has_log else None,
-            voice=self._voice,
         )
 
     @override

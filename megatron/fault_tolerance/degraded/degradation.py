@@ -12,22 +12,16 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_args, training
 
-from megatron.fault_tolerance.degraded.deputies import Deputies, RoleNorm, facts_of_dead
+from megatron.fault_tolerance.degraded.deputies import Deputies, RoleNorm
 from megatron.fault_tolerance.degraded.executor import Executor
 from megatron.fault_tolerance.degraded.live_groups import LiveGroups, Recording
 from megatron.fault_tolerance.degraded.roles import CellBatches, RolePlace, layout_of_job
 from megatron.fault_tolerance.degraded.rules import Usage, check_job, check_room, check_weights
 from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
 from megatron.fault_tolerance.seams.data_sets import DataSets
-from megatron.fault_tolerance.seams.megatron_loop import COUNTERS, begin_at, counters_of
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
-from moe_ft.engine.background import ThreadWorker
-from moe_ft.engine.voices import Voice, Voices
-from moe_ft.events import EventLog
-from moe_ft.loop.checkpoints import Checkpoints, checkpoints_of_dead_rank
-from moe_ft.loop.dead_ranks import DeadRank, Idle, Together
-from moe_ft.loop.listeners import Built, Listeners, LoopState
+from moe_ft.loop.listeners import Built, Listeners
 from moe_ft.planning.schedules import Pipelines, choose_deputies
 from moe_ft.saying import warn
 
@@ -55,7 +49,6 @@ class Degradation:
         self.deputies = Deputies()
         self.chosen: Mapping[int, int] = {}
         self._executor: Executor | None = None
-        self._stand_in: Together | Idle | None = None  # for the checkpoints of this rank
         self._layers = Layers()
         self._while_dead = ExitStack()
         self._has_room = False
@@ -117,7 +110,9 @@ class Degradation:
         self._executor = Executor(
             place, roles, built[0], self._batches, groups, self._late, is_whole=self._is_whole
         )
-        self._share_checkpoints(chosen, built, listeners, groups)
+        for rank in chosen:
+            if chosen[rank] == place.rank:
+                self.deputies.take(rank, built)
         if self.deputies.shards:
             step = partial(self._step, built[1])
             layers = self._while_dead.enter_context(Layers())
@@ -143,51 +138,6 @@ class Degradation:
         self._executor = None
         self.chosen = {}
         self.deputies.shards.clear()
-        if self._stand_in is not None:
-            listeners.replace(self._stand_in, self._stand_in.own)
-            self._stand_in = None
-        listeners.find(Checkpoints).speak_by(None)
-
-    def _share_checkpoints(
-        self, chosen: Mapping[int, int], built: Built, listeners: Listeners, groups: LiveGroups
-    ) -> None:
-        """Have the dead and idle ranks for which this one speaks take part in checkpoints.
-
-        An idle rank takes no part itself: nobody may speak for a rank twice.
-        """
-        assert self._executor is not None
-        checkpoints, args = listeners.find(Checkpoints), get_args()
-        tell = partial(_tell_idle, groups, listeners.loop)
-        if dist.get_rank() in groups.idle:
-            checkpoints.close()  # its deputy has the memory now, and may remove it
-            self._stand_in = Idle(checkpoints, tell)
-            listeners.replace(checkpoints, self._stand_in)
-            return
-        limit_s = 60.0 * args.distributed_timeout_minutes
-        voices = Voices(
-            {rank: chosen.get(rank, rank) for rank in range(dist.get_world_size())},
-            dist.get_rank(),
-            groups.make_for_agreement,
-            limit_s,
-        )
-        checkpoints.speak_by(Voice(voices, voices.own))
-        dead = {}
-        for rank in sorted(each for each in voices.ranks if each != voices.own):
-            role = RolePlace(layout_of_job(args), rank).role
-            change = partial(
-                facts_of_dead,
-                voice=Voice(voices, rank),
-                randomness=self._executor.randomness.of(role[0]),
-            )
-            log = EventLog(checkpoints.log.directory, rank)
-            dead[rank] = DeadRank(
-                checkpoints=checkpoints_of_dead_rank(checkpoints, change, log),
-                shard=self.deputies.take(rank, built),
-                log=log,
-                worker=ThreadWorker(f"rank-{rank}"),
-            )
-        self._stand_in = Together(checkpoints, dead, voices, limit_s, tell)
-        listeners.replace(checkpoints, self._stand_in)
 
     def _set_up(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -220,21 +170,6 @@ class Degradation:
     def _step(self, optimizer: Any, original: Function) -> Any:
         with self.deputies.stepping(optimizer):
             return original()
-
-
-def _tell_idle(groups: LiveGroups, loop: LoopState) -> None:
-    """Have idle ranks continue where a recovery has set the others. Called by all live ranks."""
-    if not groups.idle:
-        return
-    args = get_args()
-    source = min(set(groups.ranks) - groups.idle)
-    found = torch.tensor([args.iteration, *counters_of(args).values()], dtype=torch.float64)
-    dist.broadcast(found, src=source, group=groups.everyone)
-    if dist.get_rank() in groups.idle:
-        iteration, *counts, num_operations = found.tolist()
-        values = (*map(int, counts), num_operations)
-        begin_at(args, int(iteration), dict(zip(COUNTERS, values, strict=True)))
-        loop.iteration = args.iteration
 
 
 def _print(message: str) -> None:

@@ -1,13 +1,12 @@
 """Shards of the optimizer that dead ranks had, on the live ranks that are their deputies.
 
 A deputy builds Megatron's distributed optimizer again, over the same buffers, for the place of the dead rank.
-Masters and moments come from a recovery (moe_ft/loop/dead_ranks.py). In each step it runs before the deputy's
+In each step it runs before the deputy's
 own optimizer, whose gather of weights then carries both.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +16,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.fault_tolerance.seams.collectives import recorded, recording
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
-from moe_ft.engine.voices import Voice
 from moe_ft.loop.listeners import Built
-from moe_ft.recovery.facts import JobFacts
-from moe_ft.state.random_states import Randomness
 from moe_ft.state.tensors import inner_optimizers
 
 
@@ -144,15 +140,3 @@ class _Place:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
-
-
-def facts_of_dead(facts: JobFacts, voice: Voice, randomness: Randomness) -> JobFacts:
-    """Return the facts of a dead rank from those of its deputy: its data-parallel places are others."""
-    groups = facts.groups
-    dp, expt_dp = (_Place(each, voice.rank).rank() for each in (groups.dp_cp, groups.expt_dp))
-    places = replace(
-        facts.places,
-        dp=replace(facts.places.dp, rank=dp),
-        expt_dp=replace(facts.places.expt_dp, rank=expt_dp),
-    )
-    return replace(facts, rank=voice.rank, places=places, voice=voice, randomness=randomness)

@@ -15,7 +15,6 @@ import pytest
 from moe_ft.files import back_ends
 from moe_ft.files import storage as storages
 from moe_ft.files.progress import (
-    awaiting,
     call_within,
     excused_until_s,
     note_progress,
@@ -25,7 +24,6 @@ from moe_ft.files.progress import (
 from moe_ft.files.storage import Storage
 from tests.unit.moe_ft.faulty_storage import give_up_soon
 from tests.unit.simulation.simulated import Simulated
-from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -202,23 +200,3 @@ def test_progress_is_that_of_the_thread_that_notes_it() -> None:
     thread.join()
     assert begin_s <= progress_s(threading.get_ident()) <= time.monotonic()
     assert seen[0] < begin_s
-
-
-def test_thread_that_awaits_others_has_their_progress_and_their_waits() -> None:
-    is_done, found = threading.Event(), list[float]()
-
-    def read() -> None:
-        note_progress()
-        with waiting(100.0):
-            is_done.wait(60.0)
-
-    thread, own = threading.Thread(target=read), threading.get_ident()
-    begin_s = time.monotonic()
-    thread.start()
-    assert thread.ident is not None
-    with awaiting([thread.ident]):
-        wait_for(lambda: excused_until_s(own) >= begin_s + 100, "the wait of the other thread")
-        found.append(progress_s(own))
-    is_done.set()
-    thread.join()
-    assert found[0] >= begin_s and excused_until_s(own) < begin_s + 100

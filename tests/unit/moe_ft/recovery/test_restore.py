@@ -29,9 +29,8 @@ def test_units_are_frozen_until_their_snapshot_has_been_put_back(
         slices=[(nobody, nobody)] * 3,
         positions={unit: window_position(unit, 3) for unit in WINDOW_UNITS},
     )
-    everyone = SimpleNamespace(once=None)
-    met: Any = SimpleNamespace(live=None, ranks=SimpleNamespace(everyone=everyone))
-    conversion = Conversion(agreed, met)
+    live: Any = None
+    conversion = Conversion(agreed, live)
     assert conversion.frozen_units(position) == expected
     assert [each.iteration for each in conversion.records] == [5, 6, 7]
     assert conversion.num_replays == 2
