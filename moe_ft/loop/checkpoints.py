@@ -8,7 +8,6 @@ validation data. And a start that recovers a state continues with the next itera
 must be done.
 """
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -506,8 +505,7 @@ def _attempt(take: Callable[[], Moment | None]) -> tuple[Moment | None, str]:
 
 
 def _node_of(site: Site) -> LostNode:
-    node = next(info.node for info in site.topology.ranks if info.pid == os.getpid())
-    pids = tuple(info.pid for info in site.topology.on_node(node))
+    pids = tuple(info.pid for info in site.topology.on_node(site.node))
     return LostNode(pids=pids, directory=site.node_dir)
 
 
