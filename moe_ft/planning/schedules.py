@@ -1,23 +1,25 @@
-"""Schedules of pipelines some of whose ranks are dead: data-parallel peers run their micro-batches.
+"""Schedules of pipelines some of whose ranks have no device of their own: peers run their micro-batches.
 
-A *role* is a place (pipeline, stage) of the healthy job. After a death, peers of the stage play the dead
-role: they run its micro-batches, and one of them, the *deputy*, holds its shard. With expert parallelism a
-pipeline counts for a whole expert-parallel group, whose ranks run everything together. lost_ranks.py says
-which deaths can be played.
+A *role* is a place (pipeline, stage) of the job: a rank, or the ranks that divide its tensors and sequences.
+After the loss of a node the processes of its roles are *guests* on devices of others, their hosts. The
+micro-batches of guests are shared among peers, which are the other roles of the stage.
 
-A schedule is made by listing operations greedily on a simulated clock. It is the same on all ranks.
+Roles of a stage that divide the experts are a *group*: they meet in each pass, and run *turns* together, each
+a micro-batch, or an empty one. A role without micro-batches whose group runs computes its experts so.
+
+There are several ways to share (`Way`), and a schedule is made for each, by listing operations greedily on a
+simulated clock. The shortest one is the same on all ranks.
 Source: ReCycle (adaptive pipelining, decoupled backward passes), without its staggered optimizer and solver.
+Turns, empty micro-batches and guests are not from there.
 """
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count, product
 from typing import NamedTuple
-
-from moe_ft.errors import PlanError
 
 Role = tuple[int, int]  # pipeline, stage
 
@@ -37,46 +39,102 @@ class Cell(NamedTuple):
     pipeline: int
 
 
+class Turn(NamedTuple):
+    """Passes that the roles of a group run together at one stage."""
+
+    number: int
+    group: int
+
+
 class Operation(NamedTuple):
-    """An operation on a cell, at one stage."""
+    """An operation of one role, in a turn of its group; without a cell it is on an empty micro-batch."""
 
     kind: OpKind
-    cell: Cell
+    turn: Turn
+    cell: Cell | None
+
+
+class Way(StrEnum):
+    """Way in which the micro-batches of guests are run."""
+
+    PEERS = "other groups run those of the whole group"
+    EXPERTS = "peers run them, and guests compute their experts"
+    HOSTS = "peers run them and those of the hosts, and both compute their experts"
+    GUESTS = "guests run some of them, and hosts fewer of their own"
+    CROWD = "guests run them all"
+
+
+SHARED = (Way.PEERS, Way.EXPERTS, Way.HOSTS, Way.GUESTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pipelines:
-    """Numbers of the healthy job; micro-batches are those of each pipeline."""
+    """Numbers of the healthy job; micro-batches are those of each pipeline.
+
+    Attributes:
+        group_size: roles of a stage that divide the experts; 1 without experts.
+    """
 
     num_stages: int
     num_pipelines: int
     num_micro_batches: int
+    group_size: int = 1
 
-    def live(self, stage: int, dead: Set[Role]) -> list[int]:
-        """Return the pipelines whose rank of a stage lives.
+    def cells(self) -> Iterator[Cell]:
+        """Yield the cells of an iteration: all first micro-batches, then all second ones."""
+        sizes = map(range, (self.num_micro_batches, self.num_pipelines))
+        return map(Cell._make, product(*sizes))
 
-        Raises:
-            PlanError: if none does.
-        """
-        found = [each for each in range(self.num_pipelines) if (each, stage) not in dead]
-        if not found:
-            raise PlanError(f"stage {stage} has no live rank: nobody can play its roles")
-        return found
+    def group_of(self, role: Role) -> Role:
+        """Return the group of a role, and its stage."""
+        return role[0] // self.group_size, role[1]
+
+    def roles_of(self, group: Role) -> list[Role]:
+        """Return the roles of a group of a stage."""
+        first = group[0] * self.group_size
+        return [(first + place, group[1]) for place in range(self.group_size)]
+
+
+Turns = Mapping[Turn, tuple[Cell | None, ...]]  # [place in the group] its cell
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shares:
+    """Cells of each role.
+
+    Attributes:
+        way: in which guests' cells are run; a stage where that is impossible takes the next one.
+        turns: ``[stage]`` of its groups.
+        pace: by group and stage, how long a turn takes, where it is longer than that of a healthy job.
+    """
+
+    way: Way
+    turns: Sequence[Turns]
+    pace: Mapping[Role, float]
+
+    @property
+    def longest(self) -> float:
+        """Turns of the group that takes longest, in those of a healthy job."""
+        numbers = Counter(
+            (turn.group, stage) for stage, turns in enumerate(self.turns) for turn in turns
+        )
+        return max(number * self.pace.get(group, 1.0) for group, number in numbers.items())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Operations of each live rank, in order.
+    """Operations of each role, in order.
 
     Attributes:
-        operations: by role of a live rank, which plays others too.
+        operations: by role; those of a group that runs nothing are not there.
         runners: ``[cell, stage]`` the pipeline whose rank of the stage runs it.
         duration: of an iteration, without the optimizer step: a forward pass, or either half of a
             backward pass, takes 1 at a stage, and a message nothing.
-        most_held: by role of a live rank, micro-batches whose activations it holds at once, at most.
+        most_held: by role, turns whose activations it holds at once, at most.
     """
 
     pipelines: Pipelines
+    shares: Shares
     operations: Mapping[Role, tuple[Operation, ...]]
     runners: Mapping[tuple[Cell, int], int]
     duration: float
@@ -101,104 +159,163 @@ class Schedule:
         for sender, operations in self.operations.items():
             for operation in operations:
                 step = {OpKind.FORWARD: 1, OpKind.BACKWARD: -1}.get(operation.kind)
-                if step is None or not 0 <= (to := sender[1] + step) < self.pipelines.num_stages:
+                if operation.cell is None or step is None:
                     continue
-                receiver = (self.runners[operation.cell, to], to)
-                found.setdefault((sender, receiver), []).append(operation)
+                if 0 <= (to := sender[1] + step) < self.pipelines.num_stages:
+                    receiver = (self.runners[operation.cell, to], to)
+                    found.setdefault((sender, receiver), []).append(operation)
         return found
 
 
-def choose_deputies(pipelines: Pipelines, dead: Set[Role]) -> dict[Role, int]:
-    """Choose the pipeline whose rank of the stage holds a dead role's shard: the next with the fewest.
-
-    Raises:
-        PlanError: if all ranks of a stage are dead.
-    """
-    taken: Counter[Role] = Counter()
-    chosen = {}
-    for pipeline, stage in sorted(dead):
-        peer = min(
-            pipelines.live(stage, dead),
-            key=lambda each: (taken[each, stage], (each - pipeline) % pipelines.num_pipelines),
-        )
-        taken[peer, stage] += 1
-        chosen[pipeline, stage] = peer
-    return chosen
+# Shares
 
 
-def choose_runners(
-    pipelines: Pipelines, dead: Set[Role], *, is_whole: bool
-) -> dict[tuple[Cell, int], int]:
-    """Choose who runs each cell at each stage: its own rank, or a live peer with the least to do.
+def share_cells(
+    pipelines: Pipelines, hosts: Mapping[Role, Role], way: Way, expert_part: float = 0.5
+) -> Shares:
+    """Return who runs each cell in one way, such that the stage that takes longest is as short as can be.
 
     Args:
-        dead: roles whose ranks are dead.
-        is_whole: whether the deputy runs all cells of a role, whose sums then have their usual order.
-
-    Raises:
-        PlanError: if all ranks of a stage are dead.
+        hosts: by guest, the role whose device it shares, which is no guest.
+        expert_part: of the time of a stage, that of its experts.
     """
-    deputies = choose_deputies(pipelines, dead)
-    runners = {}
-    for stage in range(pipelines.num_stages):
-        live = pipelines.live(stage, dead)
-        load = dict.fromkeys(live, pipelines.num_micro_batches)
-        # Micro-batch by micro-batch: all dead roles of the stage take turns.
-        for cell in map(Cell._make, product(*map(range, _cells(pipelines)))):
-            own = cell.pipeline
-            if own in load:
-                runner = own
-            elif is_whole:
-                runner = deputies[own, stage]
-            else:
-                size = pipelines.num_pipelines
-                runner = min(live, key=lambda each: (load[each], (each - own) % size))  # noqa: B023
-                load[runner] += 1
-            runners[cell, stage] = runner
-    return runners
+    weak = set[Role]()  # roles without cells
+    for stage in sorted({stage for _, stage in hosts}):
+        weak |= _weak_at(stage, pipelines, hosts, way)
+    pace = _pace(pipelines, hosts, weak, expert_part)
+    of_cells = {} if way is Way.CROWD else pace  # there each role keeps its own
+    turns = [_turns_of(stage, pipelines, weak, of_cells) for stage in range(pipelines.num_stages)]
+    return Shares(way=way, turns=turns, pace=pace)
+
+
+def _weak_at(stage: int, pipelines: Pipelines, hosts: Mapping[Role, Role], way: Way) -> Set[Role]:
+    """Return the roles that get no cells for the sake of the guests of a stage."""
+    guests = {each for each in hosts if each[1] == stage}
+    groups = {pipelines.group_of(each) for each in guests}
+    if way is Way.PEERS:
+        has_others = len(groups) * pipelines.group_size < pipelines.num_pipelines
+        return {role for each in groups if has_others for role in pipelines.roles_of(each)}
+    weak = set[Role]()
+    if way in (Way.EXPERTS, Way.HOSTS) and pipelines.group_size > 1:
+        weak = guests | ({hosts[each] for each in guests} if way is Way.HOSTS else set())
+    taken = Counter(stage for _, stage in weak | {*hosts})
+    return weak if max(taken.values()) < pipelines.num_pipelines else set()
+
+
+def _pace(
+    pipelines: Pipelines, hosts: Mapping[Role, Role], weak: Set[Role], expert_part: float
+) -> dict[Role, float]:
+    """Return how long a turn of a group takes whose devices do the work of several roles."""
+    work = dict.fromkeys(hosts.values(), 0.0)  # by host, that of its device in each turn
+
+    def work_of(role: Role) -> float:
+        if role not in weak:
+            return 1.0
+        others = pipelines.roles_of(pipelines.group_of(role))
+        return expert_part if any(each not in weak for each in others) else 0.0
+
+    for role in [*work, *hosts]:
+        work[hosts.get(role, role)] += work_of(role)
+    pace = dict[Role, float]()
+    for role in [*work, *hosts]:
+        group = pipelines.group_of(role)
+        if work_of(role):
+            pace[group] = max(pace.get(group, 1.0), work[hosts.get(role, role)])
+    return pace
+
+
+def _turns_of(
+    stage: int, pipelines: Pipelines, weak: Set[Role], pace: Mapping[Role, float]
+) -> Turns:
+    """Return the turns of the groups of a stage, whose roles that are not weak have all cells."""
+    strong = [each for each in range(pipelines.num_pipelines) if (each, stage) not in weak]
+    paces = {each: pace.get(pipelines.group_of((each, stage)), 1.0) for each in strong}
+    quota = _quotas(paces, pipelines.num_pipelines * pipelines.num_micro_batches)
+    most = pipelines.num_micro_batches
+    kept = {each: min(most, number) for each, number in quota.items()}
+    more = dict.fromkeys(strong, 0)
+    given: dict[int, list[Cell]] = {each: [] for each in strong}
+    # Micro-batch by micro-batch: all roles without cells take turns, and so do those who get them.
+    for cell in pipelines.cells():
+        own = runner = cell.pipeline
+        of_own = kept.get(own, 0)
+        if (cell.micro_batch + 1) * of_own // most == cell.micro_batch * of_own // most:
+            able = (each for each in strong if more[each] < quota[each] - kept[each])
+            runner = min(
+                able, key=lambda each: (more[each], (each - own) % pipelines.num_pipelines)
+            )  # noqa: B023
+            more[runner] += 1
+        given[runner].append(cell)
+    turns: dict[Turn, tuple[Cell | None, ...]] = {}
+    for group in range(pipelines.num_pipelines // pipelines.group_size):
+        cells = [given.get(each, ()) for each, _ in pipelines.roles_of((group, stage))]
+        for number in range(max(map(len, cells))):
+            turns[Turn(number, group)] = tuple(
+                each[number] if number < len(each) else None for each in cells
+            )
+    return turns
+
+
+def _quotas(paces: Mapping[int, float], num_cells: int) -> dict[int, int]:
+    """Return how many cells each pipeline gets, such that the one that takes longest ends early."""
+    quota = dict.fromkeys(paces, num_cells // (len(paces) * 2))  # nobody gets less than half
+    ends = [((number + 1) * paces[each], each) for each, number in quota.items()]
+    heapq.heapify(ends)
+    for _ in range(num_cells - sum(quota.values())):
+        end, each = ends[0]
+        quota[each] += 1
+        heapq.heapreplace(ends, (end + paces[each], each))
+    return quota
+
+
+# Schedules
 
 
 def plan_schedule(
     pipelines: Pipelines,
-    dead: Set[Role] = frozenset(),
+    hosts: Mapping[Role, Role] | None = None,
     *,
+    ways: Sequence[Way] = SHARED,
+    expert_part: float = 0.5,
     is_split: bool = False,
-    is_whole: bool = False,
     most_more_held: int = 0,
 ) -> Schedule:
     """Return the shortest of some greedy schedules.
 
-    Without deaths, splitting and more memory it is 1F1B.
+    Without guests, splitting and more memory it is 1F1B.
 
     Args:
-        dead: roles whose ranks are dead.
+        hosts, expert_part: as for `share_cells`; None: there are no guests.
+        ways: that are tried; of equal ones the first is taken.
         is_split: whether gradients of weights may come later than those of inputs.
-        is_whole: as for `choose_runners`.
         most_more_held: micro-batches that a rank can hold beyond those of 1F1B, one for each stage from its
-            own to the last.
-
-    Raises:
-        PlanError: if all ranks of a stage are dead.
+            own to the last. If no order of shared cells fits into that, a rank holds as many as it takes.
     """
-    runners = choose_runners(pipelines, dead, is_whole=is_whole)
-    is_large = len(runners) > _MOST_TRIED
-    found = [
-        _Simulation(pipelines, runners, is_split, rule, more).run()
+    if not hosts or pipelines.group_size == 1:
+        ways = [way for way in ways if way not in (Way.EXPERTS, Way.HOSTS)]
+    shares = [share_cells(pipelines, hosts or {}, way, expert_part) for way in ways]
+    is_large = sum(map(len, shares[0].turns)) > _MOST_TRIED
+    if is_large or not hosts:
+        shares = [min(shares, key=lambda each: each.longest)]
+    found: list[Schedule] = []
+    while not found:
         # Of equal ones the one that needs less memory is the first.
-        for more in ([most_more_held] if is_large else sorted({0, most_more_held}))
-        for rule in (_RULES[:1] if is_split or is_large else _RULES)
-    ]
+        for more in [most_more_held] if is_large else sorted({0, most_more_held}):
+            for rule, of_way in product(_RULES[:1] if is_split or is_large else _RULES, shares):
+                if schedule := _Simulation(pipelines, of_way, is_split, rule, more).run():
+                    found.append(schedule)
+        most_more_held += 1
     return min(found, key=lambda each: each.duration)
 
 
-# Cells, at all stages, of a schedule that is made several times: a larger one takes seconds.
-_MOST_TRIED = 10_000
+# Turns, at all stages, of a schedule that is made several times: a larger one takes seconds.
+_MOST_TRIED = 2_000
 
 
 class _Rule(NamedTuple):
-    """Choice of a rank between operations: the kinds in order, and whether it sees all that arrives in time.
+    """Choice of a group between operations: the kinds in order, and whether it sees all that arrives in time.
 
-    Without the latter, a rank that becomes free goes on with what was there before others ended.
+    Without the latter, a group that becomes free goes on with what was there before others ended.
     """
 
     order: tuple[OpKind, ...]
@@ -214,69 +331,61 @@ _RULES = (
     _Rule(_FORWARD_FIRST, is_eager=True),
     _Rule(_FORWARD_FIRST, is_eager=False),
 )
-
-
-def _cells(pipelines: Pipelines) -> tuple[int, int]:
-    return pipelines.num_micro_batches, pipelines.num_pipelines
+_Step = tuple[OpKind, Turn]
 
 
 @dataclass(slots=True)
-class _Rank:
-    """A live rank, and what it can run: forwards and backwards by cell, weights in the order of backwards."""
+class _Group:
+    """A group of a stage, and what it can run: forwards and backwards by turn, weights as backwards were."""
 
     limit: int
-    operations: list[Operation] = field(default_factory=list)
-    forwards: list[Cell] = field(default_factory=list)
-    backwards: list[Cell] = field(default_factory=list)
-    weights: deque[Cell] = field(default_factory=deque)
+    steps: list[_Step] = field(default_factory=list)
+    forwards: list[Turn] = field(default_factory=list)
+    backwards: list[Turn] = field(default_factory=list)
+    weights: deque[Turn] = field(default_factory=deque)
     is_busy: bool = False
     held: int = 0
     most_held: int = 0
 
-    def add(self, operation: Operation) -> None:
-        """Take an operation whose input is there."""
-        if operation.kind is OpKind.WEIGHTS:
-            self.weights.append(operation.cell)
+    def add(self, kind: OpKind, turn: Turn) -> None:
+        """Take a step whose input is there."""
+        if kind is OpKind.WEIGHTS:
+            self.weights.append(turn)
         else:
-            is_forward = operation.kind is OpKind.FORWARD
-            heapq.heappush(self.forwards if is_forward else self.backwards, operation.cell)
+            heapq.heappush(self.forwards if kind is OpKind.FORWARD else self.backwards, turn)
 
-    def take(self, order: tuple[OpKind, ...]) -> Operation | None:
-        """Begin the first operation that can run, if one can."""
+    def take(self, order: tuple[OpKind, ...]) -> _Step | None:
+        """Begin the first step that can run, if one can."""
         for kind in order:
             if kind is OpKind.WEIGHTS and self.weights:
-                cell = self.weights.popleft()
+                turn = self.weights.popleft()
             elif kind is OpKind.BACKWARD and self.backwards:
-                cell = heapq.heappop(self.backwards)
+                turn = heapq.heappop(self.backwards)
             elif kind is OpKind.FORWARD and self.forwards and self.held < self.limit:
-                cell = heapq.heappop(self.forwards)
+                turn = heapq.heappop(self.forwards)
                 self.held += 1
                 self.most_held = max(self.most_held, self.held)
             else:
                 continue
-            self.operations.append(Operation(kind, cell))
+            self.steps.append((kind, turn))
             self.is_busy = True
-            return self.operations[-1]
+            return kind, turn
         return None
 
 
 class _Simulation:
     """A greedy list schedule on a simulated clock.
 
-    A rank holds at most as many micro-batches as 1F1B does, and `more`, or it waits with forwards. That never
-    stops it for good: the last stage can always run, so that backwards come back to every stage in turn.
+    A group holds at most as many turns as 1F1B does, and `more`, or it waits with forwards. Where all cells
+    are their own roles' that never stops it for good: the last stage can always run, so that backwards come
+    back to every stage in turn.
     """
 
     def __init__(
-        self,
-        pipelines: Pipelines,
-        runners: Mapping[tuple[Cell, int], int],
-        is_split: bool,
-        rule: _Rule,
-        more: int,
+        self, pipelines: Pipelines, shares: Shares, is_split: bool, rule: _Rule, more: int
     ) -> None:
         self._pipelines = pipelines
-        self._runners = runners
+        self._shares = shares
         self._rule = rule
         self._is_split = is_split
         self._duration = {
@@ -284,59 +393,97 @@ class _Simulation:
             OpKind.BACKWARD: 1.0 if is_split else 2.0,
             OpKind.WEIGHTS: 1.0,
         }
-        live = sorted({(runner, stage) for (_, stage), runner in runners.items()})
-        self._ranks = {role: _Rank(pipelines.num_stages - role[1] + more) for role in live}
+        self._turn_of: list[dict[Cell, Turn]] = []  # [stage]
+        self._missing: dict[tuple[OpKind, int, Turn], int] = {}  # inputs of a step at a stage
+        self._groups: dict[Role, _Group] = {}
+        for stage, turns in enumerate(shares.turns):
+            self._turn_of.append({})
+            for turn, cells in turns.items():
+                of_turn = [each for each in cells if each is not None]
+                self._turn_of[stage] |= dict.fromkeys(of_turn, turn)
+                for kind in (OpKind.FORWARD, OpKind.BACKWARD):
+                    self._missing[kind, stage, turn] = len(of_turn)
+                self._groups.setdefault(
+                    (turn.group, stage), _Group(pipelines.num_stages - stage + more)
+                )
         self._number = count()
-        # Time, a number that orders what is equal, stage, operation, and whether it ends or can begin.
-        self._events: list[tuple[float, int, int, Operation, bool]] = []
+        # Time, a number that orders what is equal, stage, step, and whether it ends or can begin.
+        self._events: list[tuple[float, int, int, _Step, bool]] = []
 
-    def run(self) -> Schedule:
-        """Return the schedule of an iteration."""
-        for cell in map(Cell._make, product(*map(range, _cells(self._pipelines)))):
-            self._note(0.0, 0, Operation(OpKind.FORWARD, cell))
+    def run(self) -> Schedule | None:
+        """Return the schedule of an iteration; None if groups wait for each other with what they hold."""
+        for cell in self._pipelines.cells():
+            self._arrive(0.0, OpKind.FORWARD, 0, cell)
         clock = 0.0
         while self._events:
             clock = self._events[0][0]
             last = next(self._number)  # what follows from these events has higher numbers
             woken = set()
             while self._events and (self._events[0][:2] < (clock, last) or self._is_now(clock)):
-                _, _, stage, operation, ends = heapq.heappop(self._events)
-                role = (self._runners[operation.cell, stage], stage)
-                woken.add(role)
+                _, _, stage, (kind, turn), ends = heapq.heappop(self._events)
+                woken.add((turn.group, stage))
                 if ends:
-                    self._end(clock, role, operation)
+                    self._end(clock, stage, kind, turn)
                 else:
-                    self._ranks[role].add(operation)
+                    self._groups[turn.group, stage].add(kind, turn)
             for role in sorted(woken):
-                rank = self._ranks[role]
-                if not rank.is_busy and (begun := rank.take(self._rule.order)):
-                    self._note(clock + self._duration[begun.kind], role[1], begun, ends=True)
+                group = self._groups[role]
+                if not group.is_busy and (begun := group.take(self._rule.order)):
+                    pace = self._shares.pace.get(role, 1.0)
+                    self._note(clock + pace * self._duration[begun[0]], role[1], begun, ends=True)
+        return None if any(self._missing.values()) else self._schedule(clock)
+
+    def _schedule(self, clock: float) -> Schedule:
+        operations: dict[Role, tuple[Operation, ...]] = {}
+        held: dict[Role, int] = {}
+        runners: dict[tuple[Cell, int], int] = {}
+        for (number, stage), group in self._groups.items():
+            turns = self._shares.turns[stage]
+            for place, role in enumerate(self._pipelines.roles_of((number, stage))):
+                operations[role] = tuple(
+                    Operation(kind, turn, turns[turn][place]) for kind, turn in group.steps
+                )
+                held[role] = group.most_held
+        for role, of_role in operations.items():
+            runners |= {(each.cell, role[1]): role[0] for each in of_role if each.cell is not None}
         return Schedule(
             pipelines=self._pipelines,
-            operations={role: tuple(rank.operations) for role, rank in self._ranks.items()},
-            runners=self._runners,
+            shares=self._shares,
+            operations=operations,
+            runners=runners,
             duration=clock,
-            most_held={role: rank.most_held for role, rank in self._ranks.items()},
+            most_held=held,
         )
 
-    def _end(self, clock: float, role: Role, operation: Operation) -> None:
-        (kind, cell), stage, rank = operation, role[1], self._ranks[role]
-        rank.is_busy = False
+    def _arrive(self, clock: float, kind: OpKind, stage: int, cell: Cell) -> None:
+        """Note the input of a cell; with that of the last one of its turn the turn can begin."""
+        turn = self._turn_of[stage][cell]
+        self._missing[kind, stage, turn] -= 1
+        if not self._missing[kind, stage, turn]:
+            self._note(clock, stage, (kind, turn))
+
+    def _end(self, clock: float, stage: int, kind: OpKind, turn: Turn) -> None:
+        group = self._groups[turn.group, stage]
+        group.is_busy = False
+        cells = [each for each in self._shares.turns[stage][turn] if each is not None]
         if kind is OpKind.FORWARD:
             if stage + 1 < self._pipelines.num_stages:
-                self._note(clock, stage + 1, operation)
+                for each in cells:
+                    self._arrive(clock, kind, stage + 1, each)
             else:
-                rank.add(Operation(OpKind.BACKWARD, cell))
+                self._missing[OpKind.BACKWARD, stage, turn] = 0
+                group.add(OpKind.BACKWARD, turn)
             return
         if kind is OpKind.BACKWARD and stage:
-            self._note(clock, stage - 1, operation)
+            for each in cells:
+                self._arrive(clock, kind, stage - 1, each)
         if kind is OpKind.BACKWARD and self._is_split:
-            rank.add(Operation(OpKind.WEIGHTS, cell))
+            group.add(OpKind.WEIGHTS, turn)
         else:
-            rank.held -= 1
+            group.held -= 1
 
     def _is_now(self, clock: float) -> bool:
         return self._rule.is_eager and self._events[0][0] == clock
 
-    def _note(self, at: float, stage: int, operation: Operation, *, ends: bool = False) -> None:
-        heapq.heappush(self._events, (at, next(self._number), stage, operation, ends))
+    def _note(self, at: float, stage: int, step: _Step, *, ends: bool = False) -> None:
+        heapq.heappush(self._events, (at, next(self._number), stage, step, ends))
