@@ -35,10 +35,11 @@ from moe_ft.commands.plan_inputs import (
 )
 from moe_ft.errors import ConfigError
 from moe_ft.failure_domains import SLURM, read_domains
-from moe_ft.planning.lost_ranks import live_replica_lines, rerouting_lines, spare_lines
+from moe_ft.planning.lost_ranks import lost_node_lines
 from moe_ft.planning.placement import Survival
 from moe_ft.planning.planned_job import MeasuredTimes, PlannedJob
 from moe_ft.planning.report import boundary_line, slot_lines
+from moe_ft.planning.spares import live_replica_lines, spare_lines
 from moe_ft.strategies import registry
 from moe_ft.strategies.interface import ModelFacts, StrategyKind
 
@@ -214,7 +215,7 @@ def run(options: argparse.Namespace) -> int:
         *spare_lines(job),
         *live_replica_lines(job),
         *slot_lines(job),
-        *rerouting_lines(job),
+        *lost_node_lines(job),
         *log,
         *planned.values.text(),
         lines,

@@ -22,14 +22,16 @@ def replica_of(layout: Layout, rank: int) -> int:
 
 def ranks_of(layout: Layout, replica: int) -> list[int]:
     """Return the ranks of a replica, stage by stage."""
-    return [r for stage in range(layout.num_stages) for r in layout.ranks_of((replica, stage))]
+    size = layout.group_size
+    firsts = [(stage * layout.num_groups + replica) * size for stage in range(layout.num_stages)]
+    return [first + place for first in firsts for place in range(size)]
 
 
 def shifted(layout: Layout, rank: int, by: int) -> int:
     """Return the rank at the same place of another replica, so many further in the ring."""
-    stage, place = divmod(rank, layout.num_groups * layout.group_size)
-    replica, within = divmod(place, layout.group_size)
-    return layout.ranks_of(((replica + by) % layout.num_groups, stage))[within]
+    replica = replica_of(layout, rank)
+    further = (replica + by) % layout.num_groups
+    return rank + (further - replica) * layout.group_size
 
 
 def shifts_of(layout: Layout) -> tuple[int, ...]:

@@ -215,6 +215,7 @@ class PlannedJob:
             experts of a layer, and those that divide tensors, outside experts and in them.
         cp: context-parallel ranks.
         global_batch_size, micro_batch_size: samples of an iteration, None if not known, and of a micro-batch.
+        expert_part: of the time of a stage, that of its experts.
         is_optimizer_distributed: whether each rank owns a slice of the optimizer's state, which it saves
             whatever the sharding.
         train_iterations: of the whole training, None if that is not known.
@@ -243,6 +244,7 @@ class PlannedJob:
     cp: int = 1
     global_batch_size: int | None = None
     micro_batch_size: int = 1
+    expert_part: float = 0.0
 
     @property
     def replica_regions(self) -> Regions:

@@ -39,7 +39,7 @@ from megatron.fault_tolerance.repair.rules import (
     why_not_in_place,
 )
 from megatron.fault_tolerance.seams import elastic
-from megatron.fault_tolerance.seams.megatron_loop import pipeline_traffic
+from megatron.fault_tolerance.seams.megatron_loop import expert_part_of, pipeline_traffic
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.refusals import (
     SCRIPT_REFUSALS,
@@ -170,6 +170,7 @@ def plan_job(
         cp=args.context_parallel_size,
         global_batch_size=given.global_batch_size,
         micro_batch_size=args.micro_batch_size,
+        expert_part=expert_part_of(args),
     )
     notes.append(_what_was_built(job))
     return job, notes

@@ -47,6 +47,7 @@ from moe_ft.loop.training_loop import LoopParts, state_places
 from moe_ft.planning.boundary_log import PipelineTraffic
 from moe_ft.planning.couplings import report_couplings, shared_weights_of
 from moe_ft.planning.experts import ExpertFacts
+from moe_ft.planning.lost_ranks import expert_part
 from moe_ft.recovery.facts import JobFacts
 from moe_ft.saying import warn
 from moe_ft.state.record import LoopCounters
@@ -358,6 +359,25 @@ def pipeline_traffic(args: argparse.Namespace) -> PipelineTraffic:
         num_microbatches=max(batches) // (args.micro_batch_size * num_readers),
         shape=(length, args.micro_batch_size, args.hidden_size),
         element_bytes=dtype.itemsize,
+    )
+
+
+def expert_part_of(args: argparse.Namespace) -> float:
+    """Return the part of the time of a stage that its experts take, as a mean over all layers."""
+    if not args.num_experts:
+        return 0.0
+    pattern = args.moe_layer_freq
+    if isinstance(pattern, int):
+        pattern = [layer % pattern == 0 for layer in range(args.num_layers)]
+    return expert_part(
+        hidden=args.hidden_size,
+        seq_length=args.seq_length,
+        expert_hidden=args.moe_ffn_hidden_size or args.ffn_hidden_size,
+        topk=args.moe_router_topk,
+        dense_hidden=args.ffn_hidden_size,
+        shared_hidden=args.moe_shared_expert_intermediate_size or 0,
+        moe_share=sum(map(bool, pattern)) / len(pattern),
+        is_gated=args.swiglu,
     )
 
 

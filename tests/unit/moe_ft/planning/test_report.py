@@ -8,7 +8,6 @@ from moe_ft.errors import ConfigError
 from moe_ft.planning.host_memory import Footprint, MemoryShare
 from moe_ft.planning.interval import smallest_interval
 from moe_ft.planning.job_costs import Sizes
-from moe_ft.planning.lost_ranks import live_replica_lines
 from moe_ft.planning.report import (
     StrategyPlan,
     boundary_line,
@@ -16,6 +15,7 @@ from moe_ft.planning.report import (
     describe_ranks,
     slot_lines,
 )
+from moe_ft.planning.spares import live_replica_lines
 from tests.unit.moe_ft.planning.described import LARGE, LARGE_OF_8, planned_job, row
 
 STORED = ("--moe-ft-persist-dir", "/x")
