@@ -258,20 +258,16 @@ def replay_one_iteration_too_few() -> None:
     _set_method(Replay, "_run_iteration", changed)
 
 
-@breakage("played")
-def read_own_samples_in_a_played_role() -> None:
-    """Read the samples of the rank's own role for those of others that it plays."""
-    from megatron.fault_tolerance.degraded.roles import RolePlace
+@breakage("shared")
+def count_the_tokens_of_empty_micro_batches() -> None:
+    """Leave routers as in any pass: they count tokens that change nothing, and add losses for them."""
+    from megatron.core.transformer.moe.router import Router
 
-    reader_of = RolePlace.reader_of
+    def changed(router: Router) -> Router:
+        mark()
+        return router
 
-    def changed(place: RolePlace, pipeline: int) -> int:
-        own, _ = place.role
-        if pipeline != own:
-            mark()
-        return reader_of(place, own)
-
-    _set_method(RolePlace, "reader_of", changed)
+    Router.eval = changed
 
 
 @breakage("slots")

@@ -345,6 +345,13 @@ class RecoveryConfig(ConfigPart):
         needs=(REPAIR,),
         page="agent.md#a-lost-node",
     )
+    late_gradients: str = setting(
+        "off",
+        "gradients of weights wait until a rank has nothing else to do, so that those of inputs come "
+        "sooner: off, shared = while peers share micro-batches, always; takes memory for activations",
+        choices=("off", "shared", "always"),
+        page="degraded.md#gradients-of-weights-that-wait",
+    )
     layout: str = setting(
         "same",
         "same = state of another number of ranks, or of other parallel sizes, is refused; any = it is "

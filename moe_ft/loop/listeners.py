@@ -55,6 +55,7 @@ class LoopState:
         stages_alone: pipeline stages that ran iterations again without the others in the last recovery.
         num_replayed: iterations that this rank ran again in it.
         replay_s: their time.
+        shared: ranks without a device of their own, whose micro-batches peers run.
         without_spare: value of --moe-ft-without-spare that counts, where dead ranks are replaced in place;
             else empty.
         no_repair: why they are not, if that was asked for.
@@ -79,6 +80,7 @@ class LoopState:
     stages_alone: Sequence[int] = ()
     num_replayed: int = 0
     replay_s: float = 0.0
+    shared: tuple[int, ...] = ()
     without_spare: str = ""
     no_repair: str = ""
 

@@ -179,27 +179,26 @@ def share_cells(
         hosts: by guest, the role whose device it shares, which is no guest.
         expert_part: of the time of a stage, that of its experts.
     """
-    weak = set[Role]()  # roles without cells
-    for stage in sorted({stage for _, stage in hosts}):
-        weak |= _weak_at(stage, pipelines, hosts, way)
+    weak = _without_cells(pipelines, hosts, way)
     pace = _pace(pipelines, hosts, weak, expert_part)
     of_cells = {} if way is Way.CROWD else pace  # there each role keeps its own
     turns = [_turns_of(stage, pipelines, weak, of_cells) for stage in range(pipelines.num_stages)]
     return Shares(way=way, turns=turns, pace=pace)
 
 
-def _weak_at(stage: int, pipelines: Pipelines, hosts: Mapping[Role, Role], way: Way) -> Set[Role]:
-    """Return the roles that get no cells for the sake of the guests of a stage."""
-    guests = {each for each in hosts if each[1] == stage}
-    groups = {pipelines.group_of(each) for each in guests}
+def _without_cells(pipelines: Pipelines, hosts: Mapping[Role, Role], way: Way) -> Set[Role]:
+    """Return the roles that get no cells; none in a way that leaves a stage without others."""
     if way is Way.PEERS:
-        has_others = len(groups) * pipelines.group_size < pipelines.num_pipelines
-        return {role for each in groups if has_others for role in pipelines.roles_of(each)}
-    weak = set[Role]()
-    if way in (Way.EXPERTS, Way.HOSTS) and pipelines.group_size > 1:
-        weak = guests | ({hosts[each] for each in guests} if way is Way.HOSTS else set())
-    taken = Counter(stage for _, stage in weak | {*hosts})
-    return weak if max(taken.values()) < pipelines.num_pipelines else set()
+        groups = {pipelines.group_of(each) for each in hosts}
+        hit = Counter(stage for _, stage in groups)
+        num_groups = pipelines.num_pipelines // pipelines.group_size
+        broken = [each for each in groups if hit[each[1]] < num_groups]
+        return {role for each in broken for role in pipelines.roles_of(each)}
+    if way not in (Way.EXPERTS, Way.HOSTS) or pipelines.group_size == 1:
+        return set()
+    weak = {*hosts, *(hosts.values() if way is Way.HOSTS else ())}
+    of_stages = Counter(stage for _, stage in weak)
+    return weak if max(of_stages.values(), default=0) < pipelines.num_pipelines else set()
 
 
 def _pace(
@@ -292,7 +291,8 @@ def plan_schedule(
             own to the last. If no order of shared cells fits into that, a rank holds as many as it takes.
     """
     if not hosts or pipelines.group_size == 1:
-        ways = [way for way in ways if way not in (Way.EXPERTS, Way.HOSTS)]
+        # Others are then the same as the last of them.
+        ways = [way for way in ways if way not in (Way.EXPERTS, Way.HOSTS)] or [Way.GUESTS]
     shares = [share_cells(pipelines, hosts or {}, way, expert_part) for way in ways]
     is_large = sum(map(len, shares[0].turns)) > _MOST_TRIED
     if is_large or not hosts:

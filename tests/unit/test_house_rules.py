@@ -37,8 +37,7 @@ TESTED_ELSEWHERE = {
     "megatron/fault_tolerance/seams/traces.py": "tests/distributed/test_iteration_check.py",
     "megatron/fault_tolerance/seams/iteration_seams.py": "run by the simulation, and test_hooks.py",
     "megatron/fault_tolerance/program/older_gpt.py": "of Megatron 0.18: make test-versions",
-    "megatron/fault_tolerance/degraded/degradation.py": "tests/distributed/test_played_roles.py",
-    "megatron/fault_tolerance/degraded/deputies.py": "tests/distributed/test_played_roles.py",
+    "megatron/fault_tolerance/degraded/sharing.py": "tests/distributed/test_shared.py",
     "pretrain_gpt_moe.py": "the program itself: run by every test in tests/distributed",
 }
 # Functions that build decoders, each with the reason. Where threads do so for the same types, msgspec may

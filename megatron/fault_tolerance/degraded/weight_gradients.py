@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
 
 from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.planning.schedules import Cell
+from moe_ft.planning.schedules import Turn
 
 
 class LateGradients:
@@ -27,15 +27,13 @@ class LateGradients:
 
     Attributes:
         model: chunks that are trained.
-        most_more_held: micro-batches that a rank can hold beyond 1F1B: their activations stay longer.
     """
 
-    def __init__(self, most_more_held: int) -> None:
-        self.most_more_held = most_more_held
+    def __init__(self) -> None:
         self.model: Sequence[Any] = ()
         self._delayed: list[Any] | None = None  # modules of Transformer Engine
-        self._kept: dict[Cell, list[tuple[Any, torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        self._now: Cell | None = None
+        self._kept: dict[Turn, list[tuple[Any, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        self._now: Turn | None = None
 
     def install(self, patches: Patches) -> None:
         """Change the layers, before they are built, until the patches end."""
@@ -57,18 +55,18 @@ class LateGradients:
         patches.wrap(schedules, "backward_step", self._step)
 
     @contextmanager
-    def put_off(self, cell: Cell) -> Iterator[None]:
-        """Keep what the gradients of weights need in backward passes of a cell."""
-        self._now = cell
+    def put_off(self, turn: Turn) -> Iterator[None]:
+        """Keep what the gradients of weights need in backward passes of a turn."""
+        self._now = turn
         try:
             yield
         finally:
             self._now = None
 
     @torch.no_grad()
-    def run(self, cell: Cell) -> None:
-        """Add the gradients of the weights for a cell to those of the role that is played."""
-        for weight, given, grad_output in self._kept.pop(cell, ()):
+    def run(self, turn: Turn) -> None:
+        """Add the gradients of the weights for a turn."""
+        for weight, given, grad_output in self._kept.pop(turn, ()):
             rows, columns = layers.prepare_input_tensors_for_wgrad_compute(grad_output, given)
             weight.main_grad.add_(rows.t().matmul(columns))  # as the hook of DDP does
         self._run_delayed()

@@ -17,7 +17,7 @@ import torch
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.training import get_args
 
-from megatron.fault_tolerance.degraded.degradation import Degradation
+from megatron.fault_tolerance.degraded.sharing import Sharing
 from megatron.fault_tolerance.repair.between import SkippedEvaluations
 from megatron.fault_tolerance.repair.build import Joining
 from megatron.fault_tolerance.repair.links import Links
@@ -72,7 +72,7 @@ class Repaired:
     groups: Groups
     data_sets: DataSets
     evaluations: SkippedEvaluations
-    degradation: Degradation | None  # None if no role of a dead rank is ever played
+    sharing: Sharing | None  # None if peers never share micro-batches
 
 
 class Step:

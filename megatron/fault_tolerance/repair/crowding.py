@@ -55,7 +55,8 @@ class Crowding(LoopListener):
         self._member = member
         self._find_site = find_site
         self._uses_nccl = uses_nccl
-        self._is_asked_for = config.recovery.without_spare == "crowd"
+        self._answer = config.answer_to_lost_nodes
+        self._is_asked_for = config.recovery.without_spare == self._answer
         self._is_known = member.rank != 0 or member.is_replacement
 
     @override
@@ -78,7 +79,7 @@ class Crowding(LoopListener):
         """
         self._is_known = True
         if why and self._is_asked_for:
-            raise ConfigError(f"{FLAG}=crowd is refused: {why} Or give {FLAG} end.")
+            raise ConfigError(f"{FLAG}={self._answer} is refused: {why} Or give {FLAG} end.")
         if self._member.rank == 0 and not self._member.is_replacement:
             what = "a node that trains runs its ranks, too"
             if why:

@@ -121,6 +121,8 @@ def repair(rank: Repaired, built: Built, step: Step, iteration: int, phases: Pha
         with (
             rank.watcher.inside()
         ):  # no abort reaches who makes a communicator with a rank that has died
+            if rank.sharing is not None:
+                rank.sharing.begin()
             # The result of an iteration that is left out is not there.
             may_keep = iteration not in rank.member.left_out
             first = recover(rank, built, step.parts, met.positions, may_keep=may_keep)
@@ -144,7 +146,7 @@ def _report(rank: Repaired, met: Round, iteration: int, recovered: int, phases: 
         is_replacement=own in met.dead_ranks,
         taken_over=met.taken_over,
         phases_s=phases.seconds,
-        shared=(),
+        shared=rank.listeners.loop.shared,
         left_out=(left_out := rank.member.left_out.get(iteration)),
     )
     rank.listeners.after_repair(done)

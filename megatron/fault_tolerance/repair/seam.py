@@ -19,7 +19,8 @@ from megatron.training import get_args
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.degraded.degradation import Degradation
+from megatron.fault_tolerance.degraded.rules import check_job
+from megatron.fault_tolerance.degraded.sharing import Sharing
 from megatron.fault_tolerance.repair.between import BetweenIterations, SkippedEvaluations
 from megatron.fault_tolerance.repair.build import Gathered, Joining
 from megatron.fault_tolerance.repair.catch_up import Repaired, Step, position_of, set_counters
@@ -42,6 +43,7 @@ from megatron.fault_tolerance.seams import hooks
 from megatron.fault_tolerance.seams.collectives import answering
 from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.iteration_check import IterationCheck
+from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.cluster import job_store
 from moe_ft.cluster.link import Heart
@@ -64,11 +66,10 @@ class EndBarrier:
     A rank that dies before it is repaired.
     """
 
-    def __init__(self, links: Links, recipes: Recipes, *, plays_roles: bool = False) -> None:
-        """Have the group of all ranks; with `plays_roles` some of them may be absent later."""
+    def __init__(self, links: Links, recipes: Recipes) -> None:
+        """Have the group of all ranks."""
         self._links = links
         self._recipes = recipes
-        self._plays_roles = plays_roles
         # This rank waits in each, in this order. None is the group of all ranks.
         self._groups: list[Any] = [None]
 
@@ -76,15 +77,14 @@ class EndBarrier:
         """Make groups of gloo, unless that of all ranks is one. Called by all ranks, once.
 
         A barrier of NCCL is work for the device, and passes if it is aborted. gloo connects each rank of a
-        group to all others, so ranks wait in levels of groups, up to the first rank and down again. An absent
-        rank would lead nobody: where peers may play its role, there is one group.
+        group to all others, so ranks wait in levels of groups, up to the first rank and down again.
         """
         if "cpu" in self._recipes.of_default().by_device:
             return
         timeout = timedelta(minutes=get_args().distributed_timeout_minutes)
         up, down, own = list[Any](), list[Any](), dist.get_rank()
         everyone = range(dist.get_world_size())
-        levels = [[tuple(everyone)]] if self._plays_roles else plan_levels(everyone)
+        levels = plan_levels(everyone)
         for level in levels:
             for members in level:
                 group = dist.new_group(
@@ -129,8 +129,8 @@ class RepairSeam:
         watched: Rounds,
         links: Links,
         heart: Heart,
-        *,
-        plays_roles: bool = False,
+        data_sets: DataSets,
+        sharing: Sharing | None = None,
     ) -> None:
         """Wrap nothing yet.
 
@@ -140,7 +140,6 @@ class RepairSeam:
         """
         watcher, recipes = Watcher(watched, links, member), Recipes()
         is_joining = member.standing is Standing.JOINING
-        data_sets = DataSets()
         self._rank = Repaired(
             member=member,
             store=store,
@@ -151,14 +150,14 @@ class RepairSeam:
             groups=Groups(links.transports, recipes),
             data_sets=data_sets,
             evaluations=SkippedEvaluations(),
-            degradation=Degradation(data_sets) if plays_roles else None,
+            sharing=sharing,
         )
         self._heart = heart
         self._recipes = recipes
         report = partial(_tell_of_replaced, member, listeners)
         own = OwnErrors(member, links, listeners.loop, report, _may_leave_out)
         self._deaths = Deaths(member, watcher, links, own)
-        self._end_barrier = EndBarrier(links, recipes, plays_roles=plays_roles)
+        self._end_barrier = EndBarrier(links, recipes)
         self._gathered = Gathered(member.sign(store), is_joining=is_joining)
         self._between = BetweenIterations(
             watcher,
@@ -189,9 +188,6 @@ class RepairSeam:
 
     def _install(self, layers: Layers) -> None:
         rank = self._rank
-        rank.data_sets.install(layers)
-        if rank.degradation is not None:
-            rank.degradation.install(layers)
         rank.evaluations.install(layers)
         self._between.install(layers)
         layers.put(Layer.TOGETHER, {"train_step": self._finish_together})
@@ -344,7 +340,8 @@ def installed(
     """
     with Layers() as layers:
         if every := config.checks.check_iterations:
-            IterationCheck(every, listeners.find(ProgressListener).accuse).install(layers)
+            check = IterationCheck(every, listeners.find(ProgressListener).accuse, listeners.loop)
+            check.install(layers)
         with _installed(config, args, listeners) as arguments:
             yield arguments
 
@@ -357,7 +354,7 @@ def _installed(
     why = why_not_in_place(config, args, member, on_gpus=on_gpus)
     if member is None or why:
         listeners.loop.no_repair = "" if config.recovery.repair == "off" else why
-        with _without_repairs(args, member, listeners) as arguments:
+        with _without_repairs(config, args, member, listeners) as arguments:
             yield arguments
         return
     check_torch()
@@ -377,28 +374,67 @@ def _installed(
     store = TorchStore(own, deadline_s)
     member.connect(own, args.world_size)
     of_watcher = Rounds(member.sign(watched), member.rank, args.world_size)
-    plays = answer == "reroute"
-    seam = RepairSeam(member, listeners, store, of_watcher, links, heart, plays_roles=plays)
-    with listeners, hooks.installed(listeners, seam.after_setup), seam.repairing():
-        yield {"store": store}
+    with _sharing(config, args, listeners, member, answer) as (data_sets, sharing):
+        seam = RepairSeam(member, listeners, store, of_watcher, links, heart, data_sets, sharing)
+        with listeners, hooks.installed(listeners, seam.after_setup), seam.repairing():
+            yield {"store": store}
+
+
+@contextmanager
+def _sharing(
+    config: MoeFtConfig,
+    args: argparse.Namespace,
+    listeners: Listeners,
+    member: Member | None,
+    answer: str = "",
+) -> Iterator[tuple[DataSets, Sharing | None]]:
+    """Have peers share micro-batches in this context, if they may, and put gradients of weights off.
+
+    Args:
+        answer: to a lost node; empty without repairs.
+
+    Yields:
+        The data sets of the loop, and what shares; None if nothing ever does.
+
+    Raises:
+        ConfigError: if that is asked for, and does not work in this job.
+    """
+    late, data_sets = config.recovery.late_gradients, DataSets()
+    with Layers() as layers, Patches() as patches:
+        if answer or late == "always":  # others need it too
+            data_sets.install(layers)
+        if late != "always" and answer != "share":
+            yield data_sets, None
+            return
+        check_job(args)
+        sharing = Sharing(
+            data_sets,
+            listeners.loop,
+            None if member is None else member.assignment.host_rank,
+            is_joining=member is not None and member.standing is Standing.JOINING,
+            late=late,
+        )
+        sharing.install(layers, patches)
+        yield data_sets, sharing
 
 
 @contextmanager
 def _without_repairs(
-    args: argparse.Namespace, member: Member | None, listeners: Listeners
+    config: MoeFtConfig, args: argparse.Namespace, member: Member | None, listeners: Listeners
 ) -> Iterator[Mapping[str, Any]]:
     """Install the hooks alone; ranks of an agent that would repair them meet in the job's store all the same.
 
     Yields, raises: as `installed`.
     """
+    sharing = _sharing(config, args, listeners, member)
     if member is None:
-        with listeners, hooks.installed(listeners):
+        with sharing, listeners, hooks.installed(listeners):
             yield {}
         return
     deadline_s = 60.0 * args.distributed_timeout_minutes
     store = job_store.connect(os.environ, member.token, deadline_s)
     member.connect(store, args.world_size)
-    with listeners, hooks.installed(listeners), _noting_end(member):
+    with sharing, listeners, hooks.installed(listeners), _noting_end(member):
         yield {"store": TorchStore(store, deadline_s)}
 
 

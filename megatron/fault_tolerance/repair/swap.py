@@ -12,7 +12,7 @@ Python: ctypes calls it here. It has no arguments. A group has no backend then, 
 import ctypes
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -138,7 +138,6 @@ class Groups:
         self._transports = transports
         self._recipes = recipes
         self._groups: list[tuple[int, Any, Recipe]] = []
-        self._left_out: set[Any] = set()  # groups without a backend in this round
         self._rank = 0
         self.num_made = 0  # in the whole job, the same on all ranks
 
@@ -174,8 +173,7 @@ class Groups:
     def set_timeout(self, timeout: timedelta) -> None:
         """Have operations give up after this time."""
         for _, group, _ in self._groups:
-            if group not in self._left_out:
-                _set_pg_timeout(timeout, group)
+            _set_pg_timeout(timeout, group)
 
     def drop_later(self) -> None:
         """Forget groups that were made later. Not collective: their connections have ended."""
@@ -184,13 +182,8 @@ class Groups:
             dist.destroy_process_group(group)
         _world.pg_coalesce_state.clear()
 
-    def renew(
-        self, store: Any, number: int, timeout: timedelta, absent: Set[int] = frozenset()
-    ) -> None:
-        """End the backends of all groups, and put new ones under them in a round. Called by all ranks.
-
-        Groups with absent ranks get none: degraded/live_groups.py answers what is called with them.
-        """
+    def renew(self, store: Any, number: int, timeout: timedelta) -> None:
+        """End the backends of all groups, and put new ones under them in a round. Called by all ranks."""
         others, of_gloo = list[Any](), list[Any]()
         for _, group, recipe in self._groups:
             is_gloo = {*recipe.by_device.values()} == {dist.Backend.GLOO}
@@ -200,17 +193,13 @@ class Groups:
             [*pool.map(release, of_gloo)]
         for group in others:  # of NCCL: in this thread, whose device is the rank's
             release(group)
-        ranks_of = _world.pg_group_ranks
-        broken = (g for _, g, _ in self._groups if not absent.isdisjoint(ranks_of[g]))
-        self._left_out = set(broken)
         prefix = PrefixStore(f"groups_{number}", store)
         makers = {each.name: each.maker() for each in self._transports}
         # In the same order on all ranks, or they wait for each other.
         for name, group, recipe in self._groups:
             own = PrefixStore(str(name), prefix)
-            if group not in self._left_out:
-                put(group, recipe, own, makers, timeout, self._rank)
-            _world.pg_map[group] = (recipe.backend, own)  # also without one: Megatron asks for it
+            put(group, recipe, own, makers, timeout, self._rank)
+            _world.pg_map[group] = (recipe.backend, own)
         default, backend = _get_default_group(), self._recipes.of_default().backend
         _world.pg_map[default] = (backend, PrefixStore("later", prefix))
         _world.group_count = number * _COUNT_OF_ROUND
@@ -227,17 +216,11 @@ def connecting(store: Any) -> Iterator[None]:
         store.set_timeout(before)
 
 
-def swap(
-    groups: Groups, links: Links, store: Any, number: int, absent: Set[int] = frozenset()
-) -> None:
-    """Put new backends under all groups, in a round in which all ranks have met. Called by all ranks.
-
-    Args:
-        absent: ranks that have no process any more.
-    """
+def swap(groups: Groups, links: Links, store: Any, number: int) -> None:
+    """Put new backends under all groups, in a round in which all ranks have met. Called by all ranks."""
     links.begin()
     with links.recording(), connecting(store):
-        groups.renew(store, number, timedelta(seconds=CONNECT_S), absent)
+        groups.renew(store, number, timedelta(seconds=CONNECT_S))
     groups.set_timeout(timedelta(minutes=get_args().distributed_timeout_minutes))
 
 

@@ -40,6 +40,7 @@ from moe_ft.engine import exchange
 from moe_ft.errors import ConfigError
 from moe_ft.format.records import RecordTensor
 from moe_ft.loop.corruption import Check, Finding
+from moe_ft.loop.listeners import LoopState
 from moe_ft.planning.opinions import (
     Accused,
     Depth,
@@ -257,12 +258,14 @@ class IterationCheck:
         passed: the last iteration whose check passed in this start; None before.
     """
 
-    def __init__(self, every: int, accuse: Callable[[Finding], None]) -> None:
+    def __init__(self, every: int, accuse: Callable[[Finding], None], loop: LoopState) -> None:
         """Check nothing yet.
 
         Args:
             accuse: is called by all ranks with what was found, and raises.
+            loop: while peers share micro-batches in it, replicas run different ones: nothing is checked.
         """
+        self._loop = loop
         self._every = every
         self._accuse = accuse
         self.passed: int | None = None
@@ -277,7 +280,8 @@ class IterationCheck:
         # data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func
         *others, forward_backward = args
         iteration = kwargs["iteration"]
-        if (iteration + 1) % self._every or isinstance(forward_backward, KnownResult):
+        is_due = (iteration + 1) % self._every == 0 and not self._loop.shared
+        if not is_due or isinstance(forward_backward, KnownResult):
             return original(forward_step, *args, **kwargs)
         checked = _Checked(forward_backward, args[2], args[4])
 

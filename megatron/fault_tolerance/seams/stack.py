@@ -25,7 +25,6 @@ class Layer(StrEnum):
     CHECK = "check"  # iteration_check.py: forward and backward once more
     BETWEEN = "between"  # repair/between.py: logs or evaluates again after a death
     DATA = "data"  # data_sets.py: keeps the data sets
-    DEPUTIES = "deputies"  # degraded/deputies.py: builds optimizers of dead ranks
     FAULTS = "faults"  # iteration_seams.py: a fault between the optimizer's step and its copies
     IDLE = "idle"  # pipeline_tap.py: times what a rank waits for
     LISTENERS = "listeners"  # hooks.py, iteration_seams.py: listeners learn where the loop is
@@ -34,7 +33,7 @@ class Layer(StrEnum):
     REPAIR = "repair"  # repair/seam.py: runs an iteration again after a death
     REPLACEMENT = "replacement"  # repair/build.py: does alone what the others did together
     REPLAY = "replay"  # replay.py, pipeline_tap.py: iterations from their records
-    ROLES = "roles"  # degraded/degradation.py: plays the roles of dead ranks
+    SHARING = "sharing"  # degraded/sharing.py: peers run micro-batches of others
     SLOTS = "slots"  # hooks.py: slots of experts
     TOGETHER = "together"  # repair/seam.py: all ranks leave an iteration together
 
@@ -44,7 +43,7 @@ _OPTIMIZER, _TORCH = "megatron.core.optimizer.optimizer", "torch.distributed"
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 _CONFIG = "megatron.core.model_parallel_config"
 FINALIZE = "ModelParallelConfig.finalize_model_grads_func"
-_ANSWERS = "idle replay deputies repair roles plan"  # collectives.py says what each answers
+_ANSWERS = "idle replay repair plan"  # collectives.py says what each answers
 COLLECTIVES = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all"),
     *("all_to_all_single", "barrier", "broadcast", "broadcast_object_list", "gather"),
@@ -54,12 +53,12 @@ COLLECTIVES = (
 # Module, function, and its layers, the outermost first; none where it is only called.
 _PAGE = (
     (_LOOP, "pretrain", ""),
-    (_LOOP, "setup_model_and_optimizer", "listeners replacement repair roles"),
-    (_LOOP, "get_megatron_optimizer", "deputies"),
+    (_LOOP, "setup_model_and_optimizer", "listeners replacement repair sharing"),
+    (_LOOP, "get_megatron_optimizer", ""),
     (_LOOP, "build_train_valid_test_data_loaders", "data"),
     (_LOOP, "build_pretraining_data_loader", "listeners"),
     (_LOOP, "train", "between repair listeners"),
-    (_LOOP, "train_step", "repair listeners check replacement together roles"),
+    (_LOOP, "train_step", "sharing repair listeners check replacement together"),
     (_LOOP, "dummy_train_step", "listeners"),
     (_LOOP, "training_log", "listeners between"),
     (_LOOP, "evaluate", "between listeners"),
@@ -76,9 +75,9 @@ _PAGE = (
     # Of objects, each wrapped on its own.
     (_OPTIMIZER, "ChainedOptimizer.zero_grad", "listeners"),
     (_OPTIMIZER, "ChainedOptimizer.prepare_grads", "replay listeners"),
-    (_OPTIMIZER, "ChainedOptimizer.get_grad_norm", "replay listeners roles"),
+    (_OPTIMIZER, "ChainedOptimizer.get_grad_norm", "replay listeners"),
     (_OPTIMIZER, "ChainedOptimizer.step_with_ready_grads", "replay listeners"),
-    (_OPTIMIZER, "ChainedOptimizer.step", "roles slots"),
+    (_OPTIMIZER, "ChainedOptimizer.step", "slots"),
     (
         _OPTIMIZER,
         "Float16OptimizerWithFloat16Params._copy_main_params_to_model_params",

@@ -11,9 +11,9 @@ from megatron.core.transformer import TransformerConfig
 
 from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
 from megatron.fault_tolerance.seams.patching import Patches
-from moe_ft.planning.schedules import Cell
+from moe_ft.planning.schedules import Turn
 
-CELLS = [Cell(0, 0), Cell(1, 0)]
+TURNS = [Turn(0, 0), Turn(1, 0)]
 
 
 class Delayed(torch.nn.Module):
@@ -32,7 +32,7 @@ class Delayed(torch.nn.Module):
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateGradients]:
     monkeypatch.setattr(schedules, "backward_step", lambda: None)
     with Patches() as patches:
-        found = LateGradients(most_more_held=2)
+        found = LateGradients()
         found.install(patches)
         yield found
 
@@ -47,22 +47,22 @@ def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 def test_product_for_a_weight_is_made_when_its_turn_comes(late: LateGradients) -> None:
     weight = torch.nn.Parameter(torch.randn(3, 2))
     weight.main_grad = torch.zeros(3, 2)  # type: ignore[attr-defined]
-    inputs = [torch.randn(4, 2, requires_grad=True) for _ in CELLS]
-    for cell, given in zip(CELLS, inputs, strict=True):
-        with late.put_off(cell):
+    inputs = [torch.randn(4, 2, requires_grad=True) for _ in TURNS]
+    for turn, given in zip(TURNS, inputs, strict=True):
+        with late.put_off(turn):
             linear(given, weight, None).sum().backward()
         assert torch.equal(given.grad, torch.ones(4, 3) @ weight)  # type: ignore[arg-type]
     assert weight.grad is None
     expected = torch.zeros(3, 2)
-    for cell, given in zip(CELLS, inputs, strict=True):
-        late.run(cell)
+    for turn, given in zip(TURNS, inputs, strict=True):
+        late.run(turn)
         expected += torch.ones(4, 3).t() @ given.detach()
         assert torch.equal(weight.main_grad, expected)  # type: ignore[attr-defined]
 
 
 def test_weight_with_a_bias_gets_its_gradient_at_once(late: LateGradients) -> None:
     weight, bias = torch.nn.Parameter(torch.randn(3, 2)), torch.nn.Parameter(torch.zeros(3))
-    with late.put_off(CELLS[0]):
+    with late.put_off(TURNS[0]):
         linear(torch.randn(4, 2), weight, bias).sum().backward()
     assert weight.grad is not None and bias.grad is not None
 
@@ -74,10 +74,10 @@ def test_modules_of_transformer_engine_run_at_once_in_megatrons_schedule_and_els
     late.model = [torch.nn.Sequential(torch.nn.Linear(2, 2), module)]
     schedules.backward_step()
     assert module.num_run == 1
-    with late.put_off(CELLS[0]):
+    with late.put_off(TURNS[0]):
         schedules.backward_step()
     assert module.num_run == 1
-    late.run(CELLS[0])
+    late.run(TURNS[0])
     assert module.num_run == 2
 
 

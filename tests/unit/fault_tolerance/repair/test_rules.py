@@ -193,11 +193,11 @@ def test_job_of_one_node_ends_with_it_and_one_of_several_crowds() -> None:
 
 def test_micro_batches_that_peers_cannot_share_are_refused() -> None:
     message = (
-        "--moe-ft-without-spare=share is refused: no --use-distributed-optimizer does not work .* "
+        "--moe-ft-without-spare=share is refused: --dataloader-type=cyclic does not work .* "
         "Or give --moe-ft-without-spare crowd"
     )
     with pytest.raises(ConfigError, match=message):
-        answer("share", optimizer="adam", use_distributed_optimizer=False)
+        answer("share", dataloader_type="cyclic")
 
 
 def test_silence_is_a_hang_before_the_other_ranks_give_up() -> None:

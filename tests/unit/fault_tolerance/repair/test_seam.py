@@ -23,6 +23,7 @@ from megatron.fault_tolerance.repair.links import Links
 from megatron.fault_tolerance.repair.nccl import Nccl
 from megatron.fault_tolerance.repair.seam import EndBarrier, RepairSeam, installed
 from megatron.fault_tolerance.repair.swap import Recipes
+from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.stack import Layer, Layers
 from moe_ft.cluster.link import Heart, RankLink
 from moe_ft.cluster.member import Member
@@ -55,7 +56,7 @@ def repairing(
     loop_args.world_size = 2  # the other rank is not needed
     member.connect(LookedAt(store))
     watched, heart = Rounds(signed(store), 0, 1), Heart(member.link, limit_s=100.0)
-    yield RepairSeam(member, Listeners(LoopState(), []), store, watched, links, heart)
+    yield RepairSeam(member, Listeners(LoopState(), []), store, watched, links, heart, DataSets())
     dist.destroy_process_group()
 
 

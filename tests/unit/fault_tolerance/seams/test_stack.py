@@ -60,16 +60,16 @@ def test_parts_leave_in_any_order_and_the_last_one_puts_the_original_back(
 
 @pytest.mark.parametrize("name", ["train", "no_such_function"])
 def test_layer_that_the_page_does_not_list_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} has no layer roles: list it in _PAGE"):
-        Layers().put(Layer.ROLES, {name: marking("roles")})
+    with pytest.raises(ValueError, match=f"{name} has no layer sharing: list it in _PAGE"):
+        Layers().put(Layer.SHARING, {name: marking("sharing")})
 
 
 def test_second_layer_of_the_same_part_is_refused() -> None:
     with (
-        Layers().put(Layer.ROLES, {"train_step": marking("roles")}) as layers,
-        pytest.raises(ValueError, match="train_step has a layer roles already"),
+        Layers().put(Layer.SHARING, {"train_step": marking("sharing")}) as layers,
+        pytest.raises(ValueError, match="train_step has a layer sharing already"),
     ):
-        layers.put(Layer.ROLES, {"train_step": marking("again")})
+        layers.put(Layer.SHARING, {"train_step": marking("again")})
 
 
 def test_function_of_one_object_is_wrapped_and_those_of_others_are_not() -> None:

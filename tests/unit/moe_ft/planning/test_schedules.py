@@ -8,43 +8,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ft.errors import PlanError
 from moe_ft.planning.schedules import (
+    SHARED,
     Cell,
     Operation,
     OpKind,
     Pipelines,
     Role,
     Schedule,
-    choose_deputies,
-    choose_runners,
+    Way,
     plan_schedule,
+    share_cells,
 )
 
+Hosts = dict[Role, Role]
 
-def pipelines(stages: int, groups: int, micro_batches: int) -> Pipelines:
-    return Pipelines(num_stages=stages, num_pipelines=groups, num_micro_batches=micro_batches)
+
+def pipelines(stages: int, lanes: int, micro_batches: int, group_size: int = 1) -> Pipelines:
+    return Pipelines(
+        num_stages=stages,
+        num_pipelines=lanes,
+        num_micro_batches=micro_batches,
+        group_size=group_size,
+    )
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Pipelines, frozenset[Role]]:
-    """Pipelines, and dead roles that leave a rank of every stage."""
-    stages, groups = draw(st.integers(1, 5)), draw(st.integers(1, 4))
-    dead = set()
-    for stage in range(stages):
-        peers = draw(st.sets(st.integers(0, groups - 1), max_size=groups - 1))
-        dead |= {(peer, stage) for peer in peers}
-    return pipelines(stages, groups, draw(st.integers(1, 7))), frozenset(dead)
+def jobs(draw: st.DrawFn) -> tuple[Pipelines, Hosts]:
+    """Pipelines, and guests whose hosts are no guests."""
+    stages, groups, size = (draw(st.integers(1, most)) for most in (4, 3, 3))
+    roles = [(lane, stage) for lane in range(groups * size) for stage in range(stages)]
+    guests = draw(st.sets(st.sampled_from(roles), max_size=len(roles) // 2))
+    others = sorted({*roles} - guests)
+    hosts = {each: draw(st.sampled_from(others)) for each in sorted(guests)}
+    return pipelines(stages, groups * size, draw(st.integers(1, 6)), size), hosts
 
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    job, dead = draw(jobs())
     return plan_schedule(
-        job,
-        dead,
+        *draw(jobs()),
+        ways=draw(st.sampled_from([SHARED, [Way.CROWD], *([each] for each in SHARED)])),
+        expert_part=draw(st.sampled_from([0.0, 0.3, 0.7])),
         is_split=draw(st.booleans()),
-        is_whole=draw(st.booleans()),
         most_more_held=draw(st.integers(0, 4)),
     )
 
@@ -67,9 +73,12 @@ def test_schedule_of_a_healthy_job_that_is_not_split_is_1f1b(
     job = pipelines(stages, groups, micro_batches)
     found = plan_schedule(job)
     for (pipeline, stage), operations in found.operations.items():
-        order = [(each.kind, each.cell.micro_batch) for each in operations]
+        cells = [each.cell for each in operations if each.cell is not None]
+        order = [
+            (each.kind, cell.micro_batch) for each, cell in zip(operations, cells, strict=True)
+        ]
         assert order == [*one_f_one_b(job, pipeline, stage)]
-        assert {each.cell.pipeline for each in operations} == {pipeline}
+        assert {cell.pipeline for cell in cells} == {pipeline}
     assert found.duration == (micro_batches + stages - 1) * 3
     assert found.most_held == {
         (pipeline, stage): min(stages - stage, micro_batches)
@@ -83,9 +92,10 @@ def test_every_cell_is_run_once_at_every_stage_by_its_runner(schedule: Schedule)
     job = schedule.pipelines
     run: Counter[tuple[OpKind, Cell, int]] = Counter()
     for (pipeline, stage), operations in schedule.operations.items():
-        for kind, cell in operations:
-            run[kind, cell, stage] += 1
-            assert schedule.runners[cell, stage] == pipeline
+        for kind, _, cell in operations:
+            if cell is not None:
+                run[kind, cell, stage] += 1
+                assert schedule.runners[cell, stage] == pipeline
     kinds = {kind for kind, _, _ in run}
     assert kinds in ({*OpKind}, {OpKind.FORWARD, OpKind.BACKWARD})
     num_cells = job.num_pipelines * job.num_micro_batches * job.num_stages
@@ -122,7 +132,7 @@ def test_messages_in_the_senders_order_never_leave_a_rank_waiting(
 def _receiver(schedule: Schedule, role: Role, operation: Operation) -> Role | None:
     step = {OpKind.FORWARD: 1, OpKind.BACKWARD: -1, OpKind.WEIGHTS: 0}[operation.kind]
     stage = role[1] + step
-    if not step or not 0 <= stage < schedule.pipelines.num_stages:
+    if operation.cell is None or not step or not 0 <= stage < schedule.pipelines.num_stages:
         return None
     return schedule.runners[operation.cell, stage], stage
 
@@ -133,80 +143,92 @@ def _has_input(
     left: dict[Role, deque[Operation]],
     inbox: dict[Role, set[Operation]],
 ) -> bool:
-    """Return whether the next operation of a rank has what it needs: a message, or one before it."""
-    operation, stage = left[role][0], role[1]
-    done = schedule.operations[role][: -len(left[role])]
-    kind, cell = operation
-    if kind is OpKind.FORWARD:
-        return stage == 0 or operation in inbox[role]
-    if kind is OpKind.WEIGHTS:
-        return Operation(OpKind.BACKWARD, cell) in done
-    is_last = stage == schedule.pipelines.num_stages - 1
-    return Operation(OpKind.FORWARD, cell) in done and (is_last or operation in inbox[role])
+    """Return whether the next operation of a rank has what it needs: a message, and others before it.
+
+    All roles of a group run a turn together: one that waits for a message has the others wait.
+    """
+    next_one = left[role][0]
+    for other in schedule.pipelines.roles_of(schedule.pipelines.group_of(role)):
+        done = schedule.operations[other][: len(schedule.operations[role]) - len(left[role])]
+        operation = schedule.operations[other][len(done)]
+        assert operation[:2] == next_one[:2], "roles of a group run the same turns"
+        kind, turn, cell = operation
+        steps = [each[:2] for each in done]
+        if kind is OpKind.WEIGHTS and (OpKind.BACKWARD, turn) not in steps:
+            return False
+        if kind is OpKind.BACKWARD and (OpKind.FORWARD, turn) not in steps:
+            return False
+        ends = {OpKind.FORWARD: 0, OpKind.BACKWARD: schedule.pipelines.num_stages - 1}
+        if cell is None or role[1] == ends.get(kind, role[1]):
+            continue
+        got = {(each.kind, each.cell) for each in inbox[other]}
+        if (kind, cell) not in got:
+            return False
+    return True
 
 
 @given(jobs(), st.booleans(), st.integers(0, 4))
 def test_ranks_hold_no_more_micro_batches_than_they_may(
-    job: tuple[Pipelines, frozenset[Role]], is_split: bool, more: int
+    job: tuple[Pipelines, Hosts], is_split: bool, more: int
 ) -> None:
     found = plan_schedule(*job, is_split=is_split, most_more_held=more)
+    is_whole = found.shares.way is Way.PEERS and job[0].group_size == 1
     for role, operations in found.operations.items():
         held = most = 0
         ends = OpKind.WEIGHTS if is_split else OpKind.BACKWARD
-        for kind, _ in operations:
+        for kind, _, _ in operations:
             held += (kind is OpKind.FORWARD) - (kind is ends)
             most = max(most, held)
         assert held == 0
-        assert most == found.most_held[role] <= job[0].num_stages - role[1] + more
+        assert most == found.most_held[role]
+        assert not is_whole or most <= job[0].num_stages - role[1] + more
 
 
 @given(schedules())
 def test_weights_follow_in_the_order_of_the_backward_passes(schedule: Schedule) -> None:
     for operations in schedule.operations.values():
-        backwards = [each.cell for each in operations if each.kind is OpKind.BACKWARD]
-        weights = [each.cell for each in operations if each.kind is OpKind.WEIGHTS]
+        backwards = [each.turn for each in operations if each.kind is OpKind.BACKWARD]
+        weights = [each.turn for each in operations if each.kind is OpKind.WEIGHTS]
         assert weights in ([], backwards)
 
 
-@given(jobs(), st.booleans(), st.integers(0, 4))
-def test_whole_roles_have_one_runner_and_the_order_of_the_healthy_job(
-    job: tuple[Pipelines, frozenset[Role]], is_split: bool, more: int
-) -> None:
-    found = plan_schedule(*job, is_split=is_split, is_whole=True, most_more_held=more)
-    deputies = choose_deputies(*job)
-    for (cell, stage), runner in found.runners.items():
-        assert runner == deputies.get((cell.pipeline, stage), cell.pipeline)
-    for operations in found.operations.values():
-        for kind in OpKind:
-            for pipeline in range(job[0].num_pipelines):
-                numbers = [
-                    cell.micro_batch
-                    for each, cell in operations
-                    if each is kind and cell.pipeline == pipeline
-                ]
-                assert numbers == sorted(numbers)
-
-
 @given(jobs())
-def test_cells_of_dead_ranks_are_spread_over_all_live_peers(
-    job: tuple[Pipelines, frozenset[Role]],
-) -> None:
-    shape, dead = job
-    runners = choose_runners(shape, dead, is_whole=False)
-    for stage in range(shape.num_stages):
-        load = Counter(runner for (_, at), runner in runners.items() if at == stage)
-        assert not {(runner, stage) for runner in load} & dead
-        assert max(load.values()) - min(load.values()) <= 1
+def test_guests_run_nothing_where_another_group_can(job: tuple[Pipelines, Hosts]) -> None:
+    shape, hosts = job
+    shares = share_cells(shape, hosts, Way.PEERS)
+    for stage, turns in enumerate(shares.turns):
+        groups = {shape.group_of(each)[0] for each in hosts if each[1] == stage}
+        load = Counter(turn.group for turn in turns)
+        if len(groups) * shape.group_size < shape.num_pipelines:
+            assert not load.keys() & groups
+            assert shares.pace or max(load.values()) - min(load.values()) <= 1
 
 
-def test_deputies_of_a_stage_take_one_role_each_before_a_second() -> None:
-    dead = frozenset({(0, 1), (1, 1), (2, 0)})
-    assert choose_deputies(pipelines(2, 4, 1), dead) == {(0, 1): 2, (1, 1): 3, (2, 0): 3}
+def test_guest_and_host_of_two_stages_run_as_many_together_as_a_peer_alone() -> None:
+    turns = share_cells(pipelines(2, 2, 6), {(1, 1): (0, 0)}, Way.GUESTS).turns
+    assert [Counter(turn.group for turn in of_stage) for of_stage in turns] == [
+        {0: 4, 1: 8},
+        {0: 8, 1: 4},
+    ]
 
 
-def test_stage_without_a_live_rank_is_refused() -> None:
-    with pytest.raises(PlanError, match="stage 1 has no live rank"):
-        plan_schedule(pipelines(2, 2, 1), frozenset({(0, 1), (1, 1)}))
+def test_experts_of_one_group_are_computed_by_guests_for_empty_micro_batches() -> None:
+    shape, hosts = pipelines(1, 4, 3, 4), {(3, 0): (2, 0)}
+    (turns,) = share_cells(shape, hosts, Way.EXPERTS, 0.25).turns
+    assert [*turns.values()][0] == (Cell(0, 0), Cell(0, 1), Cell(0, 2), None)
+    assert len(turns) == 4, "those of three micro-batches of four roles"
+    # Half of the experts' time each: the host has nothing else to do, and the others do all the rest.
+    hosted = share_cells(shape, hosts, Way.HOSTS, 0.5)
+    assert {cells[2:] for cells in hosted.turns[0].values()} == {(None, None)}
+    assert (len(hosted.turns[0]), hosted.pace) == (6, {(0, 0): 1.0})
+
+
+def test_way_is_the_one_whose_iteration_is_shortest() -> None:
+    shape, hosts = pipelines(2, 8, 8, 8), {(7, 1): (0, 1)}
+    few, many = (plan_schedule(shape, hosts, expert_part=each) for each in (0.3, 0.9))
+    assert (few.shares.way, many.shares.way) == (Way.HOSTS, Way.PEERS)
+    crowd = plan_schedule(shape, hosts, ways=[Way.CROWD])
+    assert few.duration < crowd.duration == many.duration
 
 
 def spread(stages: int, groups: int, failures: int) -> list[frozenset[Role]]:
@@ -252,7 +274,12 @@ def test_iterations_after_deaths_are_no_longer_than_those_known(
     healthy = plan_schedule(job).duration
     for is_split, known in ((False, unsplit), (True, split)):
         found = min(
-            plan_schedule(job, dead, is_split=is_split, most_more_held=shape[0]).duration
+            plan_schedule(
+                job,
+                {each: (0, each[1]) for each in dead},
+                is_split=is_split,
+                most_more_held=shape[0],
+            ).duration
             for dead in deaths
         )
         assert round(found / healthy, 2) <= known
