@@ -1,8 +1,7 @@
 """States of all random numbers that training draws: python, numpy, torch, the device, Megatron's tracker."""
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,19 +12,6 @@ from moe_ft.errors import CorruptStateError
 from moe_ft.format.encoding import finite_or_name
 from moe_ft.format.records import RandomStates
 from moe_ft.state.packed_values import copied, from_json, on_cpu, to_json
-
-
-@dataclass(frozen=True, slots=True)
-class Randomness:
-    """Random numbers of a rank that are not those of its process: a peer draws them, and not now.
-
-    Attributes:
-        capture: copies their states, as `capture_rng` does.
-        apply: restores them, as `apply_rng` does.
-    """
-
-    capture: Callable[[], dict[str, Any]]
-    apply: Callable[[RandomStates], None]
 
 
 def capture_rng() -> dict[str, Any]:
@@ -114,19 +100,16 @@ def _rng_values(rng: RandomStates) -> dict[str, Any]:
 
 def apply_rng(rng: RandomStates) -> None:
     """Restore the random number states. Call this when nothing else draws before the next iteration."""
-    restore_rng(decoded_rng(rng))
-
-
-def decoded_rng(rng: RandomStates) -> dict[str, Any]:
-    """Return the random number states in the form of `capture_rng`."""
     values = rng_values(rng)
-    return {
-        "python": values["random_rng_state"],
-        "numpy": values["np_rng_state"],
-        "torch": values["torch_rng_state"],
-        "device": values["cuda_rng_state"],
-        "tracker": values["rng_tracker_states"],
-    }
+    restore_rng(
+        {
+            "python": values["random_rng_state"],
+            "numpy": values["np_rng_state"],
+            "torch": values["torch_rng_state"],
+            "device": values["cuda_rng_state"],
+            "tracker": values["rng_tracker_states"],
+        }
+    )
 
 
 def restore_rng(values: Mapping[str, Any]) -> None:

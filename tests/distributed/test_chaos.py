@@ -7,7 +7,7 @@ from tests.chaos.verdict import Verdict, run_case
 from tests.namespaces import why_none
 from tests.references import Place
 
-# Two nodes are lost, and one comes back; ranks die while a repair replays; roles are played.
+# Two nodes are lost, and one comes back; ranks die while a repair replays; peers share the work of ranks.
 SHORT = (2, 3, 4)
 
 

@@ -2,10 +2,8 @@
 
     layer     while                                     answers
     REPLAY    some ranks run iterations again alone     numbers of the record; refuses what reaches others
-    DEPUTIES  the optimizer of a dead rank is built     what was gathered when the own one was built
     REPAIR    the optimizer of a replacement is built   what the others have gathered, from the job's store
               the timeout of the groups is changed      nothing: each rank does it in its second iteration
-    ROLES     ranks are dead                            the live ranks of the group; refuses what they lack
     PLAN      a job is planned                          one rank: all are as if like it
 
 stack.py has the order. An answer gets a `Call`. It answers the call or runs it, which asks the next layer and
