@@ -50,10 +50,7 @@ BUILDS_DECODERS = {
 # Files that name a collective of torch which unpickles, or a pickle, each with the reason.
 MAY_UNPICKLE = {
     **dict.fromkeys(
-        [
-            f"megatron/fault_tolerance/{name}.py"
-            for name in ("degraded/live_groups", "seams/collectives", "seams/stack")
-        ],
+        [f"megatron/fault_tolerance/{name}.py" for name in ("seams/collectives", "seams/stack")],
         "answers what Megatron gathers by `all_gather_object`",
     ),
     "moe_ft/convert/torch_metadata.py": "reads checkpoints of others, and knows their few classes",
