@@ -30,10 +30,13 @@ from megatron.fault_tolerance.seams.stack import Layers
 from moe_ft.loop.listeners import LoopState
 from moe_ft.planning.schedules import Way
 from tests.demo_model import event_flags
-from tests.harness import run_training
-from tests.jobs import Job
+from tests.distributed.test_crowding import EVALUATED, SPARSE, CrowdedJob
+from tests.distributed.test_crowding import Case as Lost
+from tests.harness import DEADLINE_S, events, run_training
+from tests.jobs import DENSE, LOCAL, Job, RepairedJob
 from tests.references import Place
 from tests.shares import share_of
+from tests.waiting import wait_for
 
 NUM_ITERATIONS, SHARED_AT = 4, 2  # the first iteration in which micro-batches are shared
 HOSTS, WAY = "MOE_FT_TEST_HOSTS", "MOE_FT_TEST_WAY"
@@ -303,3 +306,64 @@ def test_gradients_of_shared_micro_batches_are_those_of_all_ranks_to_a_few_bits(
             logs = (json.loads((shared / f"samples_{rank}.json").read_text()) for rank in ranks)
             read = [sample for each in logs for sample in each.get(str(iteration), ())]
             assert sorted(read) == case.samples(iteration), (iteration, ranks)
+
+
+# Nodes that are lost
+
+
+NUM_SHARED = 4  # iterations, at least
+SHARE = ("--moe-ft-without-spare", "share")
+LOST = {
+    "dense, evaluated and saved": Lost(
+        {"pp": 2}, (*DENSE, *SHARE), {**EVALUATED, "eval_interval": 6}
+    ),
+    "sparse, experts on one rank, late gradients": Lost(
+        {"pp": 2, "ep": 2}, (*SPARSE, *SHARE, "--moe-ft-late-gradients", "shared"), NO_DROPOUT
+    ),
+    "sparse, boundary logs": Lost({"pp": 2}, (*SPARSE, *LOCAL, *SHARE), NO_DROPOUT),
+    "partial": Lost({"ep": 2}, ("partial", "--moe-ft-k-snapshot", "2", *SHARE), NO_DROPOUT),
+}
+
+
+def losses(job: RepairedJob, folder: Path) -> dict[int, float]:
+    """Return the losses that the last rank has noted, by iteration."""
+    return {
+        line["iteration"]: line["loss"] for line in events(folder, job.num_ranks - 1, "iteration")
+    }
+
+
+@pytest.mark.parametrize("name", share_of(LOST, "dense, evaluated and saved"))
+def test_micro_batches_of_a_lost_node_are_shared_until_another_node_has_its_ranks(
+    repaired: RepairedJob, name: str
+) -> None:
+    case = LOST[name]._replace(lost=(3,))
+    job = CrowdedJob(repaired, case, ("stop:3@4:backward",), 4, train_iters=80)
+    with job.nodes as nodes:
+        nodes.start(*job.names)
+        job.lose(3, rank=3)
+        wait_for(lambda: repaired.events("repair", 1), "the repair", DEADLINE_S)
+        begun = len(repaired.events("iteration", 1))
+        wait_for(
+            lambda: len(repaired.events("iteration", 1)) > begun + NUM_SHARED,
+            "iterations in which micro-batches are shared",
+            DEADLINE_S,
+        )
+        nodes.start("node4", first=4)
+        wait_for(lambda: len(repaired.events("repair", 1)) == 2, "the way back", DEADLINE_S)
+        job.names.append("node4")
+        codes = nodes.wait()
+    assert codes == dict.fromkeys(["node0", "node1", "node2", "node4"], 0), job.log[-6000:]
+    repairs = repaired.events("repair", 1)
+    assert [each["shared"] for each in repairs] == [[3], []]
+    assert "the micro-batches of ranks 3 are shared" in job.log
+    for rank in range(3):
+        assert len({each["pid"] for each in repaired.events("start", rank)}) == 1
+    healthy = repaired.folder / "healthy"
+    flags = [*repaired.base, *event_flags(healthy)]
+    run_training(flags, 4, log_dir=healthy).check()
+    found, expected = losses(repaired, repaired.events_dir), losses(repaired, healthy)
+    assert found.keys() == expected.keys()
+    shared = range(repairs[0]["broken_iteration"] + 1, repairs[1]["broken_iteration"])
+    assert len(shared) >= NUM_SHARED
+    for iteration in [*range(1, shared.start), *shared[:NUM_SHARED]]:
+        assert found[iteration] == pytest.approx(expected[iteration], rel=1e-3), iteration
