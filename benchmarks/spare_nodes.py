@@ -1,4 +1,4 @@
-"""Seconds from the loss of a node until training continues: with a spare, peers that play, and a restart.
+"""Seconds from the loss of a node until training continues: with a spare, peers that share, and a restart.
 
     python -m benchmarks.spare_nodes [--nodes N] [--kinds NAME ...] [--repeats N] [--lost-after SECONDS]
         [--nvrx DIR] [--quick] [--output FILE.md]
@@ -11,7 +11,8 @@ power     The link of a node is cut, and all its processes are killed: no connec
           that its kernel does not answer for a second.
 killed    All its processes are killed, and their connections end: 2 s of silence are enough then.
 rank      One rank of a node is killed, and its own node replaces it: what a repair takes without a verdict.
-played    As `killed`, without a spare: peers play the role of its rank. Of four nodes.
+shared    As `killed`, without a spare: another node also runs its rank, and peers the micro-batches. Of four
+          nodes.
 restart   As `power`, without a spare that waits: the job ends, and `keep` is started on both nodes again. The
           time is that of a launcher that does so at once.
 nvrx      As `power`, in the in-process wrapper of nvidia-resiliency-ext (benchmarks/inprocess.py), from the
@@ -21,9 +22,9 @@ nvrx      As `power`, in the in-process wrapper of nvidia-resiliency-ext (benchm
 After each loss the node comes back as a spare, or takes its rank back; `restart` and `nvrx` are jobs with
 one loss each. Seconds count from the loss to the end of the next iteration on the slowest rank: with a
 repair, of the one that was broken off. Phases are of the event "repair": free on the slowest survivor, the
-others on the slowest replacement; of `played`, all on the slowest survivor. Notice is the silence before
-the verdict, as `keep` logs it; of `rank`, the time until the slowest survivor knows. Survivors leave their
-iteration (free) while the replacements are built.
+others on the slowest replacement. Notice is the silence before the verdict, as `keep` logs it; of `rank`, the
+time until the slowest survivor knows. Survivors leave their iteration (free) while the replacements are
+built.
 """
 
 import argparse
@@ -46,13 +47,13 @@ from tests.namespaces import Namespaces, why_none
 from tests.processes import kill_all
 from tests.waiting import wait_for
 
-KINDS = ("rank", "killed", "power", "played", "restart", "nvrx")
+KINDS = ("rank", "killed", "power", "shared", "restart", "nvrx")
 _NUM_RANKS = 4
 _LAYOUTS = {2: {"pp": 2, "ep": 2}, 4: {"pp": 2}}  # by number of nodes
 _WARM_ITERATIONS = 8  # before the first loss, and between two
 _DEADLINE_S = 300.0
 _ENDLESS = 100_000  # iterations: the job ends with its last loss
-_PLAYED = ("--moe-ft-without-spare", "reroute")
+_SHARED = ("--moe-ft-without-spare", "share")
 _SILENT = re.compile(r"is lost: silent for ([\d.]+) s")
 
 
@@ -100,10 +101,7 @@ class Watched:
         # Agents have this name when they can fork ranks at once.
         agent = nodes.processes(self._spare)[0]
         wait_for(lambda: agent.name() == "moe_ft_node", "the imports of a spare", _DEADLINE_S)
-        loss = self._repaired(self.lose(is_cut=is_cut), self._lost)
-        silent_s = float(_SILENT.findall(nodes.log("node0"))[-1])
-        # Of a replacement, `build` begins when its node was heard last.
-        loss.phases_s.update(notice=silent_s, build=loss.phases_s["build"] - silent_s)
+        loss = self._replaced(nodes, is_cut=is_cut)
         self._networks.restore(self._active)
         said = f"node {self._active} is a spare"
         before = nodes.log("node0").count(said)
@@ -112,14 +110,12 @@ class Watched:
         self._active, self._spare = self._spare, self._active
         return loss
 
-    def play(self, nodes: KeptNodes) -> Loss:
-        """Lose a node, and have peers play the role of its rank."""
-        loss = self._repaired(self.lose(is_cut=False), [], played=self._lost)
-        loss.phases_s["notice"] = float(_SILENT.findall(nodes.log("node0"))[-1])
-        return loss
+    def share(self, nodes: KeptNodes) -> Loss:
+        """Lose a node, and have peers run the micro-batches of its rank."""
+        return self._replaced(nodes, is_cut=False, shared=self._lost)
 
     def bring_back(self, nodes: KeptNodes) -> None:
-        """Have the lost node take the rank back that peers play."""
+        """Have the lost node take its rank back."""
         back_s = time.time()
         nodes.start(self._active, first=len(self._others))
         self._repaired(back_s, self._lost)
@@ -145,26 +141,33 @@ class Watched:
         # An iteration that ended just before the loss may be logged after it.
         return Loss(seconds=self.wait_for_iterations(lost_s + 0.5, 1) - lost_s, phases_s={})
 
-    def _repaired(self, lost_s: float, dead: Sequence[int], played: Sequence[int] = ()) -> Loss:
+    def _replaced(self, nodes: KeptNodes, *, is_cut: bool, shared: Sequence[int] = ()) -> Loss:
+        """Lose the node that trains, whose ranks another one runs then."""
+        loss = self._repaired(self.lose(is_cut=is_cut), self._lost, shared)
+        silent_s = float(_SILENT.findall(nodes.log("node0"))[-1])
+        # Of a replacement, `build` begins when its node was heard last.
+        loss.phases_s.update(notice=silent_s, build=loss.phases_s["build"] - silent_s)
+        return loss
+
+    def _repaired(self, lost_s: float, dead: Sequence[int], shared: Sequence[int] = ()) -> Loss:
         """Return what the first repair after a time has taken."""
-        live = [rank for rank in range(_NUM_RANKS) if rank not in played]
 
         def found() -> list[dict[str, Any]]:
             later = [
                 [each for each in self._place.logged(rank, "repair") if each["time"] > lost_s]
-                for rank in live
+                for rank in range(_NUM_RANKS)
             ]
             return [each[0] for each in later] if all(later) else []
 
         repairs = wait_for(found, "the repair", _DEADLINE_S, poll_s=0.5)
         for each in repairs:
             assert each["dead_ranks"] == list(dead), repairs
-            assert each["shared"] == list(played), repairs
+            assert each["shared"] == list(shared), repairs
         phases_s = {
             name: max(
                 each["phases_s"].get(name, 0.0)
-                for rank, each in zip(live, repairs, strict=True)
-                if not dead or (rank in dead) is (name not in OF_SURVIVORS)
+                for rank, each in enumerate(repairs)
+                if (rank in dead) is (name not in OF_SURVIVORS)
             )
             for name in REPAIR_PHASES
         }
@@ -201,7 +204,7 @@ def run(kind: str, data: Sequence[str], folder: Path, options: argparse.Namespac
                     watched.wait_for_iterations(0.0, _WARM_ITERATIONS)
                     found.append(watched.until_trained(watched.lose(is_cut=True)))
             else:
-                flags += ["--moe-ft-repair", "auto", *(_PLAYED if kind == "played" else ())]
+                flags += ["--moe-ft-repair", "auto", *(_SHARED if kind == "shared" else ())]
                 with KeptNodes(
                     place.log,
                     ["pretrain_gpt_moe.py", *flags],
@@ -213,7 +216,7 @@ def run(kind: str, data: Sequence[str], folder: Path, options: argparse.Namespac
                 ) as nodes:
                     watched = Watched(place, networks, nodes, names)
                     if is_one_job:
-                        nodes.start(*(names[:-1] if kind == "played" else names))
+                        nodes.start(*(names[:-1] if kind == "shared" else names))
                         found += _repair(kind, options.repeats, watched, nodes)
                     else:
                         found.append(watched.restart(nodes))
@@ -224,13 +227,13 @@ def run(kind: str, data: Sequence[str], folder: Path, options: argparse.Namespac
 def _repair(kind: str, repeats: int, watched: Watched, nodes: KeptNodes) -> Iterator[Loss]:
     since_s = 0.0
     for number in range(repeats):
-        if number and kind == "played":
+        if number and kind == "shared":
             watched.bring_back(nodes)
         watched.wait_for_iterations(since_s, _WARM_ITERATIONS)
         if kind == "rank":
             yield watched.replace_rank(nodes)
-        elif kind == "played":
-            yield watched.play(nodes)
+        elif kind == "shared":
+            yield watched.share(nodes)
         else:
             yield watched.take_over(nodes, is_cut=kind == "power")
         since_s = time.time()
@@ -262,9 +265,9 @@ def main() -> None:
     if "nvrx" in options.kinds and (problem := find_problem(options.nvrx)):
         options.kinds.remove("nvrx")
         parts.append(f"nvrx: not run: {problem}")
-    if "played" in options.kinds and options.nodes != _NUM_RANKS:
-        options.kinds.remove("played")
-        parts.append(f"played: not run: give --nodes {_NUM_RANKS}; of two nodes each has a stage.")
+    if "shared" in options.kinds and options.nodes != _NUM_RANKS:
+        options.kinds.remove("shared")
+        parts.append(f"shared: not run: give --nodes {_NUM_RANKS}; of two nodes each has a stage.")
     found = {}
     with data_folder() as (folder, data):
         for kind in options.kinds:
