@@ -199,12 +199,12 @@ class SleptRole(Executor):
 
     def mail(self) -> Mail:
         """Return what an iteration expects of other ranks."""
-        return Mail(self._schedule, self._place, _SHAPE, torch.float32, (None, None))
+        return Mail(self._schedule, self._place, (_SHAPE, _SHAPE), torch.float32, (None, None))
 
     def iterate(self, mail: Mail) -> None:
         """Run an iteration."""
         passes: Any = _Passes()
-        self._run(passes, mail, 1)
+        self._run(passes, mail, 1, 1)
 
     @override
     def _pass(self, iteration: Any, operation: Operation, received: Any, num_samples: int) -> Any:
@@ -234,7 +234,7 @@ class SleptRole(Executor):
 class _Passes:
     """What an executor asks of an iteration that has no model."""
 
-    def without_samples(self) -> AbstractContextManager[None]:
+    def without_samples(self, num_tokens: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def let_go(self, output: Any) -> None:
