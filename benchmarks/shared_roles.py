@@ -22,6 +22,7 @@ layers, as Oobleck does, micro-batches given to the one that ends first.
 """
 
 import argparse
+import json
 import math
 import multiprocessing
 import sys
@@ -193,6 +194,11 @@ class SleptRole(Executor):
         self._group = group
         self._forward_s = forward_s
         operations = run.schedule.operations.get(place.role, ())
+        turns = run.schedule.shares.turns[place.role[1]]
+        self._experts = {  # by turn, their part of it: they get tokens of the cells that there are
+            each.turn: _EXPERT_PART * (1 - turns[each.turn].count(None) / len(turns[each.turn]))
+            for each in operations
+        }
         self._empty = {each.turn for each in operations if each.cell is None}
         is_split = any(each.kind is OpKind.WEIGHTS for each in operations)
         self._length = {OpKind.FORWARD: 1, OpKind.BACKWARD: 1 if is_split else 2}
@@ -215,13 +221,14 @@ class SleptRole(Executor):
         if operation.cell is not None:
             self._compute(seconds * (1 - _EXPERT_PART))
         self._group.wait()  # tokens go to their experts
-        self._compute(seconds * _EXPERT_PART)
+        self._compute(seconds * self._experts[operation.turn])
         self._group.wait()
         return torch.zeros(_SHAPE)
 
     def run(self, turn: Turn) -> None:
         """Compute gradients of weights, which were put off."""
-        self._compute(self._forward_s * (_EXPERT_PART if turn in self._empty else 1))
+        rest = 0.0 if turn in self._empty else 1 - _EXPERT_PART
+        self._compute(self._forward_s * (rest + self._experts[turn]))
 
     def _compute(self, seconds: float) -> None:
         while seconds > 0:
@@ -232,7 +239,7 @@ class SleptRole(Executor):
 
 
 class _Passes:
-    """What an executor asks of an iteration that has no model."""
+    """Iteration without a model."""
 
     def without_samples(self, num_tokens: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -280,7 +287,7 @@ class World:
             each.start()
         wait([told, *(each.sentinel for each in ranks)], _DEADLINE_S)
         assert told.poll(), "a rank has ended, or none in time"
-        found: list[list[float]] = told.recv()
+        found: list[list[float]] = json.loads(told.recv_bytes())
         for each in ranks:
             each.join()
         return found
@@ -300,7 +307,7 @@ class World:
             slept = SleptRole(run, place, device, group, self._forward_s) if trains else None
             found.append([self._iterate(slept) for _ in range(self._iterations)])
         if rank == 0:
-            tells.send(found)
+            tells.send_bytes(json.dumps(found).encode())
         dist.barrier()
         dist.destroy_process_group()
 

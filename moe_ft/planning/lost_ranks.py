@@ -18,7 +18,6 @@ from moe_ft.tables import table
 _WAYS = {
     Way.PEERS: "peers run all micro-batches of its ranks",
     Way.EXPERTS: "its processes compute their experts, and peers the rest of their micro-batches",
-    Way.HOSTS: "its processes and their hosts compute their experts, and peers the rest",
     Way.GUESTS: "its processes and their hosts run fewer micro-batches each, and peers the others",
 }
 
@@ -117,18 +116,6 @@ def expert_part(
     return experts / (attention + experts + rest)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoleMemory:
-    """Bytes of device memory of a role, without its weights and activations."""
-
-    gradients: int
-    shard: int
-
-    def total(self) -> int:
-        """Return all of them."""
-        return self.gradients + self.shard
-
-
 def layout_of(job: PlannedJob) -> Layout:
     """Return the layout of a planned job."""
     experts = (job.ep, job.expert_tp) if job.model.num_moe_layers else (1, 1)
@@ -185,11 +172,6 @@ class Degraded:
     def ratio(self, schedule: Schedule) -> float:
         """Return the duration of a schedule as part of a healthy iteration."""
         return schedule.duration / self._healthy
-
-    @property
-    def idle(self) -> float:
-        """Part of a healthy iteration in which a rank waits: the bubble."""
-        return (self._layout.num_stages - 1) * 3.0 / self._healthy
 
     @property
     def crowded(self) -> Schedule:

@@ -59,12 +59,11 @@ class Way(StrEnum):
 
     PEERS = "other groups run those of the whole group"
     EXPERTS = "peers run them, and guests compute their experts"
-    HOSTS = "peers run them and those of the hosts, and both compute their experts"
     GUESTS = "guests run some of them, and hosts fewer of their own"
     CROWD = "guests run them all"
 
 
-SHARED = (Way.PEERS, Way.EXPERTS, Way.HOSTS, Way.GUESTS)
+SHARED = (Way.PEERS, Way.EXPERTS, Way.GUESTS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,11 +193,11 @@ def _without_cells(pipelines: Pipelines, hosts: Mapping[Role, Role], way: Way) -
         num_groups = pipelines.num_pipelines // pipelines.group_size
         broken = [each for each in groups if hit[each[1]] < num_groups]
         return {role for each in broken for role in pipelines.roles_of(each)}
-    if way not in (Way.EXPERTS, Way.HOSTS) or pipelines.group_size == 1:
+    if way is not Way.EXPERTS or pipelines.group_size == 1:
         return set()
-    weak = {*hosts, *(hosts.values() if way is Way.HOSTS else ())}
-    of_stages = Counter(stage for _, stage in weak)
-    return weak if max(of_stages.values(), default=0) < pipelines.num_pipelines else set()
+    of_stages = Counter(stage for _, stage in hosts)
+    most = max(of_stages.values(), default=0)
+    return {*hosts} if most < pipelines.num_pipelines else set()
 
 
 def _pace(
@@ -208,10 +207,10 @@ def _pace(
     work = dict.fromkeys(hosts.values(), 0.0)  # by host, that of its device in each turn
 
     def work_of(role: Role) -> float:
-        if role not in weak:
-            return 1.0
-        others = pipelines.roles_of(pipelines.group_of(role))
-        return expert_part if any(each not in weak for each in others) else 0.0
+        of_group = pipelines.roles_of(pipelines.group_of(role))
+        # Experts get so many of the tokens that they have in a turn of which no cell is empty.
+        filled = sum(each not in weak for each in of_group) / len(of_group)
+        return expert_part * filled if role in weak else 1 - expert_part * (1 - filled)
 
     for role in [*work, *hosts]:
         work[hosts.get(role, role)] += work_of(role)
@@ -292,7 +291,7 @@ def plan_schedule(
     """
     if not hosts or pipelines.group_size == 1:
         # Others are then the same as the last of them.
-        ways = [way for way in ways if way not in (Way.EXPERTS, Way.HOSTS)] or [Way.GUESTS]
+        ways = [way for way in ways if way is not Way.EXPERTS] or [Way.GUESTS]
     shares = [share_cells(pipelines, hosts or {}, way, expert_part) for way in ways]
     is_large = sum(map(len, shares[0].turns)) > _MOST_TRIED
     if is_large or not hosts:

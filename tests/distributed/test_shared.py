@@ -177,8 +177,8 @@ CASES = {
         changes={**BIAS, **FP32},
         most=1e-6,
     ),
-    "guest and host compute their experts": Case(
-        layout={"ep": 4}, hosts={3: 0}, way=Way.HOSTS, changes={**OVERLAP, **FP32}, most=1e-6
+    "guest computes its experts, of four ranks": Case(
+        layout={"ep": 4}, hosts={3: 0}, way=Way.EXPERTS, changes={**OVERLAP, **FP32}, most=1e-6
     ),
     "other group runs all": Case(
         layout={"ep": 2},

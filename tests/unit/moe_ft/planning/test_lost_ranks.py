@@ -69,7 +69,6 @@ def test_iterations_of_a_degraded_job_are_those_counted_by_hand() -> None:
     assert found.dropped == 12 / 9
     assert found.shrunk(11) == 12 / 9
     assert found.shrunk(3) == math.inf
-    assert found.idle == 3 / 9
 
 
 def test_hit_pipelines_are_dropped_and_their_survivors_make_one_after_a_restart() -> None:

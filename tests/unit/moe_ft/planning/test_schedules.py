@@ -217,16 +217,17 @@ def test_experts_of_one_group_are_computed_by_guests_for_empty_micro_batches() -
     (turns,) = share_cells(shape, hosts, Way.EXPERTS, 0.25).turns
     assert [*turns.values()][0] == (Cell(0, 0), Cell(0, 1), Cell(0, 2), None)
     assert len(turns) == 4, "those of three micro-batches of four roles"
-    # Half of the experts' time each: the host has nothing else to do, and the others do all the rest.
-    hosted = share_cells(shape, hosts, Way.HOSTS, 0.5)
-    assert {cells[2:] for cells in hosted.turns[0].values()} == {(None, None)}
-    assert (len(hosted.turns[0]), hosted.pace) == (6, {(0, 0): 1.0})
+    # Three quarters of the tokens, for the experts of two ranks on one device.
+    (pace,) = share_cells(shape, hosts, Way.EXPERTS, 0.5).pace.values()
+    assert pace == 0.5 + 2 * 0.5 * 3 / 4
 
 
 def test_way_is_the_one_whose_iteration_is_shortest() -> None:
     shape, hosts = pipelines(2, 8, 8, 8), {(7, 1): (0, 1)}
-    few, many = (plan_schedule(shape, hosts, expert_part=each) for each in (0.3, 0.9))
-    assert (few.shares.way, many.shares.way) == (Way.HOSTS, Way.PEERS)
+    few, many = (
+        plan_schedule(shape, hosts, expert_part=each, most_more_held=1) for each in (0.3, 0.9)
+    )
+    assert (few.shares.way, many.shares.way) == (Way.EXPERTS, Way.PEERS)
     crowd = plan_schedule(shape, hosts, ways=[Way.CROWD])
     assert few.duration < crowd.duration == many.duration
 
