@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from moe_ft.cluster import agent, fork_server, forks, observer
 from moe_ft.cluster.coordinator import Coordinator
 from moe_ft.cluster.forks import Fork
-from moe_ft.cluster.membership import Begin, Over, Save, Strike
+from moe_ft.cluster.membership import Begin, Declare, Over, Save, Strike
 from moe_ft.cluster.options import KeepOptions
 from moe_ft.cluster.own_node import RENEWAL_BEATS
 from moe_ft.cluster.target import Target
@@ -404,6 +404,7 @@ def install(patches: Patches) -> None:
     patches.set(observer, "own_host", lambda master: machine_here().world.process.node)
     patches.set(Coordinator, "_end", _checked(Coordinator._end))
     patches.set(Coordinator, "_begin", _observed(Coordinator._begin))
+    patches.set(Coordinator, "_declare", _watched(Coordinator._declare))
     patches.set(forks, "socket_pair", _socket_pair)
     patches.set(forks, "select", SimpleNamespace(select=_select))
     patches.set(forks, "is_stopped", lambda pid: machine_here().process_of(pid).is_suspended)
@@ -448,3 +449,17 @@ def _observed(
         original(self, command)
 
     return begin
+
+
+def _watched(
+    original: Callable[[Coordinator, Declare], None],
+) -> Callable[[Coordinator, Declare], None]:
+    """Have the oracle see when ranks move to a node that has come."""
+
+    def declare(self: Coordinator, command: Declare) -> None:
+        machine = machine_here()
+        if not command.is_loss:
+            machine.job.oracle.moves(self._rounds._store._store.values, machine.world.kernel.now)
+        original(self, command)
+
+    return declare

@@ -75,6 +75,18 @@ NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
         ),
     ),
     "nobody-is-crowded": _CROWDED,
+    # A rank dies before the lost node comes back, and is built meanwhile.
+    "slots-move-in-the-middle-of-a-round": RepairSchedule(
+        seed=1,
+        nodes=3,
+        keeps_apart=True,
+        without_spare="share",
+        iterations=40,
+        faults=(
+            Fault(kind="lose-node", start=0, moment="forward", time=6, target=2, amount=0.35),
+            Fault(kind="kill", start=0, moment="forward", time=20, target=1),
+        ),
+    ),
     "guests-have-devices": _GUEST_DIES,
     "host-forgotten-with-a-process": _GUEST_DIES,
     "crowded-slots-forgotten": _CROWDED,

@@ -153,12 +153,20 @@ class Oracle:
         self.log.append(f"{now_s:.3f} s: all ranks begin again: {why}")
         if SAVE in _said(values):
             self.violate("all ranks begin again, and were to save")
+        if why == "a node has come":
+            self._check_finished(of_start, "has all ranks begin again", now_s)
+
+    def moves(self, of_start: Values, now_s: float) -> None:
+        """Check that ranks may move to a node that has come."""
+        self._check_finished(of_start, "takes ranks", now_s)
+
+    def _check_finished(self, of_start: Values, what: str, now_s: float) -> None:
         number, said = 0, _said(of_start)
         while f"round_{number + 1}/declared" in said:
             number += 1
         is_finished = not number or f"round_{number}/finished" in said
-        if why == "a node has come" and not is_finished and now_s > self.fault_s + _LATE_S:
-            self.violate(f"a node has all ranks begin again in the middle of round {number}")
+        if not is_finished and now_s > self.fault_s + _LATE_S:
+            self.violate(f"a node {what} in the middle of round {number}")
 
     def strikes(
         self, node: str, why: str, silence: tuple[float, float] | None, now_s: float
