@@ -84,7 +84,7 @@ NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
         iterations=40,
         faults=(
             Fault(kind="lose-node", start=0, moment="forward", time=6, target=2, amount=0.35),
-            Fault(kind="kill", start=0, moment="forward", time=20, target=1),
+            Fault(kind="kill", start=0, moment="forward", time=14, target=1),
         ),
     ),
     "guests-have-devices": _GUEST_DIES,
@@ -171,16 +171,16 @@ NEAR_OF_REPAIRS: dict[str, RepairSchedule] = {
     ),
     # All ranks are on one node, which falls silent; the other one comes back, and trains when it wakes up.
     "lost-nodes-live-on": RepairSchedule(
-        seed=1011179011665,
+        seed=665638243009,
         ranks=3,
         nodes=3,
         fewest=1,
         without_spare="end",
         iterations=8,
         faults=(
-            Fault(kind="cut-node", start=0, moment="recover", time=4, target=-1, amount=0.968),
-            Fault(kind="lose-node", start=0, moment="log", time=24, target=1, amount=0.187),
-            Fault(kind="tell-node", start=0, moment="between", time=11, target=2, amount=0.324),
+            Fault(kind="cut-node", start=0, moment="recover", time=4, target=-1, amount=1.0),
+            Fault(kind="lose-node", start=0, moment="log", time=26, target=1, amount=0.145),
+            Fault(kind="tell-node", start=0, moment="between", time=10, target=2, amount=0.3),
         ),
         switching=0.3,
     ),
