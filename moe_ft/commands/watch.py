@@ -330,10 +330,11 @@ def _repair(ranks: Sequence[RankFold]) -> str:
     if not events:
         return "none"
     last = max(events, key=lambda event: event.time)
-    dead = ", ".join(map(str, last.dead_ranks))
+    dead, shared = (", ".join(map(str, each)) for each in (last.dead_ranks, last.shared))
+    since = f"; without a device of their own: ranks {shared}" if shared else ""
     return (
         f"{_clock(last.time)}, rank {dead} in iteration {last.broken_iteration + 1}, "
-        f"{last.seconds:.1f} s until that was finished"
+        f"{last.seconds:.1f} s until that was finished{since}"
     )
 
 

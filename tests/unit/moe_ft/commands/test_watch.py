@@ -82,12 +82,14 @@ def test_recovery_repair_and_troubles_are_shown(
 ) -> None:
     log = write_rank(tmp_path, 0)
     log.write("recovery", 2, **RECOVERY)
-    log.write("repair", 3, dead_ranks=[1], hung_s={}, broken_iteration=2, seconds=1.25)
+    facts: dict[str, Any] = {"dead_ranks": [1], "hung_s": {}, "broken_iteration": 2}
+    log.write("repair", 3, **facts, seconds=1.25, shared=[1, 3])
     log.write("degraded", 3, part="replicate", reason="no route\nto host", traceback="")
     log.write("skipped", 3, part="snapshot", reason="x")
     text = shown(tmp_path, capsys)
     assert "continued after iteration 2: 7 units from memory, 2 units from peer" in text
-    assert "rank 1 in iteration 3, 1.2 s until that was finished" in text
+    assert "rank 1 in iteration 3, 1.2 s until that was finished; without a device" in text
+    assert "of their own: ranks 1, 3" in text
     assert "lost tokens 1,234" in text
     assert "1 failures of checkpointing, the last of replicate: no route" in text
     assert "1 snapshots were due and left out" in text
