@@ -299,6 +299,16 @@ OF_SETTINGS = (
     ),
     Rule(
         "",
+        f"{flag_of('late_gradients')}=shared",
+        lambda config: (
+            config.recovery.late_gradients == "shared" and config.answer_to_lost_nodes != "share"
+        ),
+        "peers share no micro-batches in this job",
+        f"Add it, or give {flag_of('late_gradients')} always or off",
+        problem=f"changes nothing without {FLAG} share",
+    ),
+    Rule(
+        "",
         f"{FLAG}=shrink",
         lambda config: config.recovery.without_spare == "shrink" and not config.elastic.elastic,
         "another job has a fixed number of ranks",

@@ -68,6 +68,13 @@ FEATURES = (
     Feature("repair in place", "moe_ft_repair", "auto", "repair", "it has never run on one"),
     Feature("crowding", "moe_ft_without_spare", "crowd"),
     Feature("sharing", "moe_ft_without_spare", "share", "sharing", "it has never run on one"),
+    Feature(
+        "late gradients",
+        "moe_ft_late_gradients",
+        "always",
+        "late-gradients",
+        "it has never run on one",
+    ),
     GRAPHS,
 )
 UNTESTED = {each.allowed_by: each for each in (MEGATRON, *FEATURES) if each.allowed_by}

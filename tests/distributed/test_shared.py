@@ -24,16 +24,17 @@ import pretrain_gpt_moe
 from megatron.fault_tolerance.degraded import roles
 from megatron.fault_tolerance.degraded import sharing as sharing_module
 from megatron.fault_tolerance.degraded.sharing import Sharing
+from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
 from megatron.fault_tolerance.seams.data_sets import DataSets
 from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.stack import Layers
 from moe_ft.loop.listeners import LoopState
-from moe_ft.planning.schedules import Way
+from moe_ft.planning.schedules import Turn, Way
 from tests.demo_model import event_flags
 from tests.distributed.test_crowding import EVALUATED, SPARSE, CrowdedJob
 from tests.distributed.test_crowding import Case as Lost
 from tests.harness import DEADLINE_S, events, run_training
-from tests.jobs import DENSE, LOCAL, Job, RepairedJob
+from tests.jobs import DENSE, LOCAL, CheckpointJob, Job, RepairedJob
 from tests.references import Place
 from tests.shares import share_of
 from tests.waiting import wait_for
@@ -108,13 +109,30 @@ def test_operations_in_the_usual_order_train_as_megatron_does_bit_for_bit(
     assert job.digests() == job.reference()
 
 
+def train_counting(flags: list[str]) -> None:
+    """Train, and count the products for gradients of weights that have waited. Runs on every rank."""
+    counts: list[int] = []
+
+    def run(original: Any, late: LateGradients, turn: Turn) -> None:
+        counts.append(len(late._kept.get(turn, ())))
+        original(late, turn)
+
+    original = LateGradients.run
+    with Patches() as patches:
+        patches.set(LateGradients, "run", lambda *args: run(original, *args))
+        pretrain_gpt_moe.main(flags)
+    path = Path(flags[flags.index("--moe-ft-event-log") + 1]).parent
+    (path / f"put_off_{os.environ['RANK']}").write_text(str(sum(counts)))
+
+
 @pytest.mark.rest
 def test_gradients_of_weights_that_wait_change_no_bit(place: Place) -> None:
-    job = Job(place)
+    job = CheckpointJob(place)
     job.set_model(4, {"pp": 2, "ep": 2}, **{**CHANGES, **DROPOUT})
-    late = ["--moe-ft-late-gradients", "always"]
-    flags = [*job.base, *event_flags(job.events_dir), *late]
-    run_training(flags, 4, log_dir=job.folder).check()
+    flags = [*job.flags(), "--moe-ft-late-gradients", "always"]
+    run_training(flags, 4, log_dir=job.folder, train=train_counting).check()
+    counts = [int((job.folder / f"put_off_{rank}").read_text()) for rank in range(4)]
+    assert all(counts)
     assert job.digests() == job.reference()
 
 
@@ -206,6 +224,15 @@ CASES = {
         most=1e-6,
     ),
     "contexts": Case(layout={"cp": 2}, hosts={2: 0, 3: 1}, way=Way.PEERS),
+    "one rank of a context, per-token loss": Case(
+        layout={"cp": 2}, hosts={3: 0}, way=Way.PEERS, changes={"calculate_per_token_loss": True}
+    ),
+    "contexts and stages": Case(
+        layout={"cp": 2, "pp": 2}, hosts={6: 0, 7: 1}, way=Way.GUESTS, num_ranks=8
+    ),
+    "contexts and experts": Case(
+        layout={"cp": 2, "ep": 2}, hosts={0: 2, 1: 3}, way=Way.PEERS, changes=BIAS
+    ),
     "no distributed optimizer, tied embeddings": Case(
         layout={"pp": 2},
         hosts={1: 0},
@@ -315,7 +342,7 @@ NUM_SHARED = 4  # iterations, at least
 SHARE = ("--moe-ft-without-spare", "share")
 LOST = {
     "dense, evaluated and saved": Lost(
-        {"pp": 2}, (*DENSE, *SHARE), {**EVALUATED, "eval_interval": 6}
+        {"pp": 2}, (*DENSE, *SHARE), {**EVALUATED, "eval_interval": 6, **NO_DROPOUT}
     ),
     "sparse, experts on one rank, late gradients": Lost(
         {"pp": 2, "ep": 2}, (*SPARSE, *SHARE, "--moe-ft-late-gradients", "shared"), NO_DROPOUT

@@ -47,6 +47,10 @@ def settings(**values: Any) -> MoeFtConfig:
             settings(strategy="dense", without_spare="shrink", repair="auto"),
             "--moe-ft-without-spare=shrink needs --moe-ft-elastic: .* give --moe-ft-without-spare crowd",
         ),
+        (
+            settings(strategy="dense", late_gradients="shared"),
+            "--moe-ft-late-gradients=shared changes nothing without --moe-ft-without-spare share",
+        ),
         (settings(on_error="ignore"), "--moe-ft-on-error=ignore must be one of degrade, raise"),
         (
             settings(persist_dense_interval=-1),
