@@ -223,6 +223,16 @@ CASES = {
         changes={"sequence_parallel": True, **FP32},
         most=1e-6,
     ),
+    "further tokens": Case(
+        layout={"pp": 2}, hosts={3: 0}, way=Way.GUESTS, changes={"mtp_num_layers": 1}
+    ),
+    "further tokens, guest computes its experts": Case(
+        layout={"ep": 4},
+        hosts={3: 0},
+        way=Way.EXPERTS,
+        changes={"mtp_num_layers": 1, **FP32},
+        most=1e-6,
+    ),
     "contexts": Case(layout={"cp": 2}, hosts={2: 0, 3: 1}, way=Way.PEERS),
     "one rank of a context, per-token loss": Case(
         layout={"cp": 2}, hosts={3: 0}, way=Way.PEERS, changes={"calculate_per_token_loss": True}

@@ -2,18 +2,39 @@
 
 import argparse
 from functools import partial
+from typing import Any
+
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.fault_tolerance.seams.refusals import refused_flag
 from moe_ft.config.rules import check_rules
 
 _rule = partial(refused_flag, problem="does not work where peers share micro-batches")
 _FORWARD = "each forward pass waits for a collective of all data-parallel ranks"
+_CHUNKS = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+)
+
+
+def _has_virtual_stages(args: Any) -> bool:
+    """Return whether ranks have several stages, before or after Megatron's validation."""
+    layout = args.pipeline_model_parallel_layout
+    if isinstance(layout, str):
+        num_stages = args.pipeline_model_parallel_size
+        layout = PipelineParallelLayerLayout.from_str(layout, num_stages)
+    is_several = layout is not None and layout.virtual_pipeline_model_parallel_size > 1
+    return is_several or any(getattr(args, name, None) for name in _CHUNKS)
+
+
 _RULES = (
     _rule(
-        "virtual_pipeline_model_parallel_size",
+        "",
         "schedules of virtual stages are not planned",
         flag="a layout with virtual stages",
         remedy="Use one stage a rank",
+        is_broken=_has_virtual_stages,
     ),
     _rule("overlap_moe_expert_parallel_comm", "its schedule runs two micro-batches as one"),
     _rule("fine_grained_activation_offloading", "it counts on the usual order"),
@@ -38,7 +59,7 @@ _RULES = (
     _rule(
         "dataloader_type",
         "its samples cannot be read by number",
-        is_broken=lambda args: args.dataloader_type != "single",
+        is_broken=lambda args: args.dataloader_type not in (None, "single"),
         remedy="Use --dataloader-type single",
     ),
 )

@@ -13,6 +13,11 @@ SUPPORTED = ("--pipeline-model-parallel-size", "2", "--moe-ft-strategy", "dense"
 # Flags, what is set as Megatron sets it, and the message.
 BAD: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     ((), {"virtual_pipeline_model_parallel_size": 2}, "virtual stages .* one stage a rank"),
+    (
+        ("--pipeline-model-parallel-layout", "Et|(tt|)*2L"),
+        {},
+        "a layout with virtual stages does not work",
+    ),
     (("--overlap-moe-expert-parallel-comm",), {}, "--overlap-moe-expert-parallel-comm .* as one"),
     ((), {"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
     (("--cuda-graph-impl", "local"), {}, "--cuda-graph-impl=local .* usual order"),
@@ -33,7 +38,6 @@ BAD: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
 
 def job(*flags: str, **changes: Any) -> Namespace:
     args = parse(*SUPPORTED, *flags)
-    args.dataloader_type = args.dataloader_type or "single"  # as Megatron's validation does
     for name, value in {"virtual_pipeline_model_parallel_size": None, **changes}.items():
         setattr(args, name, value)
     return args
@@ -44,6 +48,7 @@ def job(*flags: str, **changes: Any) -> Namespace:
     [
         (),
         ("--context-parallel-size", "2"),
+        ("--pipeline-model-parallel-layout", "Ett|ttL"),
         ("--num-experts", "4", "--expert-model-parallel-size", "4"),
         ("--fp8-recipe", "blockwise"),
         ("--moe-ft-strategy", "sparse", "--moe-ft-upstream-log", "--moe-ft-breakpoints"),
