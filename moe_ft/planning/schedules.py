@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from itertools import count, product
 from typing import NamedTuple
 
@@ -120,7 +121,7 @@ class Shares:
         return max(number * self.pace.get(group, 1.0) for group, number in numbers.items())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Operations of each role, in order.
 
@@ -148,8 +149,9 @@ class Schedule:
             for (_, stage), held in self.most_held.items()
         )
 
+    @cached_property
     def messages(self) -> dict[tuple[Role, Role], list[Operation]]:
-        """Return, by sender and receiver, the operations whose results are sent, in order.
+        """By sender and receiver, the operations whose results are sent, in order.
 
         Messages have no tags: a receiver takes those of a sender in this order, which is the one in which the
         sender makes them.

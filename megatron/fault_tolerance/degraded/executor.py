@@ -246,7 +246,7 @@ class Mail:
         # Both ways are apart: on one connection a device would wait for a receiver that waits for it.
         self._expected: Mapping[tuple[Role, OpKind], deque[Operation]] = {
             (sender, kind): deque(each for each in order if each.kind is kind)
-            for (sender, receiver), order in schedule.messages().items()
+            for (sender, receiver), order in schedule.messages.items()
             if receiver == place.role
             for kind in _STEP
         }

@@ -1,6 +1,7 @@
 """Places of ranks in schedules, and what `plan` counts of an iteration after a loss."""
 
 import math
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -52,11 +53,11 @@ def test_hosts_are_lanes_of_the_ranks_whose_devices_are_shared() -> None:
 
 def test_part_of_experts_is_that_of_their_multiplications() -> None:
     # 4 x 8 + 16 in attention; two experts of two matrices of 12.
-    sizes = {"hidden": 8, "seq_length": 16, "expert_hidden": 12, "topk": 2}
-    assert expert_part(**sizes) == 48 / (48 + 48)
-    assert expert_part(**sizes, is_gated=True) == 72 / (48 + 72)
-    assert expert_part(**sizes, shared_hidden=24) == 48 / (48 + 48 + 48)
-    assert expert_part(**sizes, moe_share=0.5, dense_hidden=48) == 24 / (48 + 24 + 48)
+    part = partial(expert_part, hidden=8, seq_length=16, expert_hidden=12, topk=2)
+    assert part() == 48 / (48 + 48)
+    assert part(is_gated=True) == 72 / (48 + 72)
+    assert part(shared_hidden=24) == 48 / (48 + 48 + 48)
+    assert part(moe_share=0.5, dense_hidden=48) == 24 / (48 + 24 + 48)
 
 
 def test_iterations_of_a_degraded_job_are_those_counted_by_hand() -> None:

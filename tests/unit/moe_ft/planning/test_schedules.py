@@ -108,7 +108,7 @@ def test_messages_in_the_senders_order_never_leave_a_rank_waiting(
     schedule: Schedule, random: Random
 ) -> None:
     links: dict[tuple[Role, Role], deque[Operation]] = {}
-    expected = {pair: deque(sent) for pair, sent in schedule.messages().items()}
+    expected = {pair: deque(sent) for pair, sent in schedule.messages.items()}
     left = {role: deque(operations) for role, operations in schedule.operations.items()}
     inbox: dict[Role, set[Operation]] = {role: set() for role in left}
     while any(left.values()):
