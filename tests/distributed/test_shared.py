@@ -7,7 +7,7 @@ who runs what is the same as after the loss of a node, and nothing else happens.
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -395,12 +395,35 @@ def test_micro_batches_of_a_lost_node_are_shared_until_another_node_has_its_rank
     assert "the micro-batches of ranks 3 are shared" in job.log
     for rank in range(3):
         assert len({each["pid"] for each in repaired.events("start", rank)}) == 1
-    healthy = repaired.folder / "healthy"
-    flags = [*repaired.base, *event_flags(healthy)]
-    run_training(flags, 4, log_dir=healthy).check()
-    found, expected = losses(repaired, repaired.events_dir), losses(repaired, healthy)
+    back = repairs[1]["broken_iteration"] + 1
+    shared = range(repairs[0]["broken_iteration"] + 1, back)
+    assert len(shared) > NUM_SHARED
+    check_losses(repaired, [*range(1, shared.start + NUM_SHARED), *range(back, back + NUM_SHARED)])
+
+
+def check_losses(job: RepairedJob, iterations: Iterable[int]) -> None:
+    """Check that losses are those of a job that loses nothing, but for the order of sums."""
+    healthy = job.folder / "healthy"
+    flags = [*job.base, *event_flags(healthy)]
+    run_training(flags, job.num_ranks, log_dir=healthy).check()
+    found, expected = losses(job, job.events_dir), losses(job, healthy)
     assert found.keys() == expected.keys()
-    shared = range(repairs[0]["broken_iteration"] + 1, repairs[1]["broken_iteration"])
-    assert len(shared) >= NUM_SHARED
-    for iteration in [*range(1, shared.start), *shared[:NUM_SHARED]]:
+    for iteration in iterations:
         assert found[iteration] == pytest.approx(expected[iteration], rel=1e-3), iteration
+
+
+@pytest.mark.rest
+def test_host_that_is_lost_too_leaves_its_guests_and_its_own_ranks_to_others(
+    repaired: RepairedJob,
+) -> None:
+    case = Lost({"pp": 2}, (*DENSE, *SHARE), NO_DROPOUT, lost=(3, 0))
+    job = CrowdedJob(repaired, case, ("stop:3@4:backward", "stop:0@8:backward"), 5, train_iters=14)
+    with job.nodes as nodes:
+        nodes.start(*job.names)
+        job.lose(3, rank=3)
+        job.lose(0, rank=0)
+        codes = nodes.wait()
+    assert codes == dict.fromkeys(["node1", "node2", "node4"], 0), job.log[-6000:]
+    repairs = repaired.events("repair", 1)
+    assert [each["shared"] for each in repairs] == [[3], [0, 3]]
+    check_losses(repaired, range(1, 15))
