@@ -264,9 +264,8 @@ class Mail:
             return self._empty(self._empty_shape).zero_().requires_grad_()
         while (kind, cell) not in self._arrived:
             tensor = self._empty(self._shape).requires_grad_()
-            work = dist.irecv(tensor, src=self._place.rank_of(sender), group=self._links[kind])
-            assert work is not None, "both ranks are in the group"
-            work.wait()
+            # Idle time is what this takes (seams/pipeline_tap.py).
+            dist.recv(tensor, src=self._place.rank_of(sender), group=self._links[kind])
             self._arrived[kind, self._expected[sender, kind].popleft().cell] = tensor
         return self._arrived.pop((kind, cell))
 

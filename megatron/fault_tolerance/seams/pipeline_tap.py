@@ -87,7 +87,8 @@ class IdleTime:
         """
         self._waits = []
         self._exchanges = None
-        with Layers().put(Layer.IDLE, {_COMMUNICATE: self._communicate}) as layers:
+        received = {_COMMUNICATE: self._communicate, "recv": self._run}
+        with Layers().put(Layer.IDLE, received) as layers:
             if config.finalize_model_grads_func is not None:
                 layers.put(Layer.IDLE, {FINALIZE: self._run}, of=config)
             if not _has_device_time() or iteration % _EXCHANGES_EVERY == 0:

@@ -96,6 +96,7 @@ _PAGE = (
         "P2PCommunicator._communicate",
         "idle replay log",
     ),
+    (_TORCH, "recv", "idle"),  # by degraded/executor.py
     # Collectives of torch that Megatron has named when it was imported.
     ("megatron.core.tensor_parallel.mappings", "dist_all_gather_func", "idle"),
     ("megatron.core.tensor_parallel.mappings", "dist_reduce_scatter_func", "idle"),

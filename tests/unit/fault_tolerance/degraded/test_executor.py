@@ -43,12 +43,11 @@ def test_receiver_takes_messages_in_the_order_in_which_each_sender_makes_them(
                 numbers[operation.cell] = float(len(numbers))
                 queues[sender].append(numbers[operation.cell])
 
-    def irecv(tensor: torch.Tensor, src: int, group: Any) -> Work:
+    def recv(tensor: torch.Tensor, src: int, group: Any) -> None:
         assert group == "next"
         tensor.detach().fill_(queues[src].popleft())
-        return Work()
 
-    monkeypatch.setattr(dist, "irecv", irecv)
+    monkeypatch.setattr(dist, "recv", recv)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     mail = mail_of(2)
     for operation in SCHEDULE.operations[0, 1]:
