@@ -299,6 +299,13 @@ OF_SETTINGS = (
     ),
     Rule(
         "",
+        f"{flag_of('late_gradients')}=always",
+        lambda config: config.recovery.late_gradients == "always" and config.elastic.elastic,
+        "its schedule takes micro-batches of one size, and those of such a job differ by a sample",
+        problem=f"cannot be used with {flag_of('elastic')}",
+    ),
+    Rule(
+        "",
         f"{flag_of('late_gradients')}=shared",
         lambda config: (
             config.recovery.late_gradients == "shared" and config.answer_to_lost_nodes != "share"

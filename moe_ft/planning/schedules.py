@@ -112,14 +112,6 @@ class Shares:
     turns: Sequence[Turns]
     pace: Mapping[Role, float]
 
-    @property
-    def longest(self) -> float:
-        """Turns of the group that takes longest, in those of a healthy job."""
-        numbers = Counter(
-            (turn.group, stage) for stage, turns in enumerate(self.turns) for turn in turns
-        )
-        return max(number * self.pace.get(group, 1.0) for group, number in numbers.items())
-
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -294,10 +286,11 @@ def plan_schedule(
     if not hosts or pipelines.group_size == 1:
         # Others are then the same as the last of them.
         ways = [way for way in ways if way is not Way.EXPERTS] or [Way.GUESTS]
-    shares = [share_cells(pipelines, hosts or {}, way, expert_part) for way in ways]
+    shares = [
+        share_cells(pipelines, hosts or {}, way, expert_part)
+        for way in (ways if hosts else ways[:1])
+    ]
     is_large = sum(map(len, shares[0].turns)) > _MOST_TRIED
-    if is_large or not hosts:
-        shares = [min(shares, key=lambda each: each.longest)]
     found: list[Schedule] = []
     while not found:
         # Of equal ones the one that needs less memory is the first.

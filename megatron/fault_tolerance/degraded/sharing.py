@@ -4,7 +4,6 @@ While there are such *guests*, peers run their micro-batches: executor.py takes 
 schedule. All else is as in any job: each rank reduces gradients, steps, evaluates and takes snapshots.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.training import get_args
 
 from megatron.fault_tolerance.cpu import device as cpu_device
-from megatron.fault_tolerance.degraded.executor import Executor
+from megatron.fault_tolerance.degraded.executor import Executor, Losses
 from megatron.fault_tolerance.degraded.roles import CellBatches, RolePlace, layout_of_job
 from megatron.fault_tolerance.degraded.weight_gradients import LateGradients
 from megatron.fault_tolerance.seams.data_sets import DataSets
@@ -22,7 +21,6 @@ from megatron.fault_tolerance.seams.patching import Patches
 from megatron.fault_tolerance.seams.stack import Function, Layer, Layers
 from moe_ft.errors import ConfigError
 from moe_ft.loop.listeners import LoopState
-from moe_ft.planning.lost_ranks import Layout
 from moe_ft.planning.schedules import Role, Schedule, plan_schedule
 from moe_ft.saying import say
 
@@ -56,7 +54,8 @@ class Sharing:
         self._is_always = late == "always"
         self._batches = CellBatches(data_sets)
         self._links: tuple[Any, Any] = None, None  # groups of all ranks; None is Megatron's
-        self._hosts: tuple[tuple[Role, Role], ...] = ()
+        self._hosts: dict[Role, Role] = {}
+        self._planned: dict[int, Schedule] = {}  # by the number of micro-batches
         self._most_more = _UNKNOWN  # micro-batches that this rank can hold beyond those of 1F1B
         self._most_more_of_all = 0
         self._stock: Function | None = None
@@ -78,7 +77,8 @@ class Sharing:
         dist.all_reduce(most, dist.ReduceOp.MIN)
         self._most_more_of_all = 0 if int(most) == _UNKNOWN else int(most)
         hosts = {guest: host - 1 for guest, host in enumerate(told.tolist()) if host}
-        self._hosts = tuple(sorted(layout_of_job(get_args()).hosts_of(hosts).items()))
+        self._hosts = layout_of_job(get_args()).hosts_of(hosts)
+        self._planned.clear()
         self._loop.shared = tuple(hosts)
         if hosts and rank == 0:
             schedule = self._plan(get_num_microbatches())
@@ -91,39 +91,39 @@ class Sharing:
             )
 
     def _plan(self, num_micro_batches: int) -> Schedule:
-        is_split = self._late is not None
-        args = get_args()
-        return _plan(
-            layout_of_job(args),
-            self._hosts,
-            num_micro_batches,
-            expert_part_of(args),
-            self._most_more_of_all if self._hosts or is_split else 0,
-            is_split=is_split,
-        )
+        """Return the schedule of iterations with so many micro-batches, until `begin` is called again."""
+        if num_micro_batches not in self._planned:
+            args, is_split = get_args(), self._late is not None
+            self._planned[num_micro_batches] = plan_schedule(
+                layout_of_job(args).pipelines(num_micro_batches),
+                self._hosts,
+                expert_part=expert_part_of(args),
+                is_split=is_split,
+                most_more_held=self._most_more_of_all if self._hosts or is_split else 0,
+            )
+        return self._planned[num_micro_batches]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward passes of an iteration; arguments and result are those of Megatron's."""
-        assert self._stock is not None
+        run = self._stock
         # A stage that runs again alone exchanges nothing with others. All together it takes longer so.
-        if self._loop.is_replaying or not (self._hosts or self._is_always):
-            if self._most_more < _UNKNOWN:
-                return self._stock(*args, **kwargs)
-            return self._run_first(*args, **kwargs)
-        schedule = self._plan(kwargs["num_microbatches"])
-        place = RolePlace(layout_of_job(get_args()), dist.get_rank())
-        executor = Executor(place, schedule, self._batches, self._links, self._late)
-        return executor(*args, **kwargs)
+        if (self._hosts or self._is_always) and not self._loop.is_replaying:
+            schedule = self._plan(kwargs["num_microbatches"])
+            place = RolePlace(layout_of_job(get_args()), dist.get_rank())
+            run = Executor(place, schedule, self._batches, self._links, self._late)
+        assert run is not None
+        before = torch.cuda.memory_allocated()
+        losses = run(*args, **kwargs)
+        if self._most_more == _UNKNOWN:
+            self._note_first(losses, before, kwargs["num_microbatches"])
+        return losses
 
-    def _run_first(self, *args: Any, **kwargs: Any) -> Any:
-        """Run Megatron's schedule, and see how many more micro-batches this rank could hold.
+    def _note_first(self, losses: Losses, before: int, num_micro_batches: int) -> None:
+        """Note how many more micro-batches this rank could hold than in its first iteration.
 
         Raises:
             ConfigError: if the loss function returns means.
         """
-        assert self._stock is not None
-        before = torch.cuda.memory_allocated()
-        losses = self._stock(*args, **kwargs)
         if any(each.numel() < 2 for entry in losses for each in entry.values()):
             raise ConfigError(
                 "peers cannot share micro-batches: the loss function returns means. Have it return a sum and "
@@ -131,14 +131,15 @@ class Sharing:
             )
         layout = layout_of_job(get_args())
         stage = layout.role_of(dist.get_rank())[1]
-        held = min(layout.num_stages - stage, kwargs["num_microbatches"])
+        held = min(layout.num_stages - stage, num_micro_batches)
         state, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
         limit = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
         each = (most - before) / held
         # A guest on the same device has its state there too.
         fits = (limit - state - most) / each if limit and each else layout.num_stages
         self._most_more = max(0, min(layout.num_stages, int(fits)))
-        return losses
+        if self._is_always and not self._is_joining:
+            self.begin()  # all are in their first iteration
 
     def _train_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         self._stock = args[6]  # forward_backward_func
@@ -154,22 +155,3 @@ class Sharing:
         if not self._is_joining:
             self.begin()
         return result
-
-
-@lru_cache(maxsize=4)
-def _plan(
-    layout: Layout,
-    hosts: tuple[tuple[Role, Role], ...],
-    num_micro_batches: int,
-    expert_part: float,
-    most_more_held: int,
-    *,
-    is_split: bool,
-) -> Schedule:
-    return plan_schedule(
-        layout.pipelines(num_micro_batches),
-        dict(hosts),
-        expert_part=expert_part,
-        is_split=is_split,
-        most_more_held=most_more_held,
-    )

@@ -48,6 +48,12 @@ def settings(**values: Any) -> MoeFtConfig:
             "--moe-ft-without-spare=shrink needs --moe-ft-elastic: .* give --moe-ft-without-spare crowd",
         ),
         (
+            settings(
+                strategy="dense", late_gradients="always", repair="auto", layout="any", elastic=True
+            ),
+            "--moe-ft-late-gradients=always cannot be used with --moe-ft-elastic: its schedule",
+        ),
+        (
             settings(strategy="dense", late_gradients="shared"),
             "--moe-ft-late-gradients=shared changes nothing without --moe-ft-without-spare share",
         ),
