@@ -345,6 +345,17 @@ def test_gradients_of_shared_micro_batches_are_those_of_all_ranks_to_a_few_bits(
             assert sorted(read) == case.samples(iteration), (iteration, ranks)
 
 
+@pytest.mark.rest
+def test_shared_micro_batches_give_the_same_bits_in_each_run(place: Place) -> None:
+    case = CASES["guest and host of two stages run fewer"]
+    runs = [run_case(case, place, name, case.hosts)[1] for name in ("once", "again")]
+    for rank in range(case.num_ranks):
+        once, again = (np.load(each / f"gradients_{rank}.npy") for each in runs)
+        assert np.array_equal(once, again)
+        digests = [events(each, rank, "state_digest")[-1]["sha256"] for each in runs]
+        assert digests[0] == digests[1]
+
+
 # Nodes that are lost
 
 
