@@ -95,7 +95,7 @@ def expert_part(
     seq_length: int,
     expert_hidden: int,
     topk: int,
-    dense_hidden: int = 0,
+    ffn_hidden: int = 0,
     shared_hidden: int = 0,
     moe_share: float = 1.0,
     is_gated: bool = False,
@@ -103,7 +103,7 @@ def expert_part(
     """Return the part of the time of a stage that its experts take, by multiplications of matrices.
 
     Args:
-        expert_hidden, dense_hidden, shared_hidden: inner size of an expert, of the dense layers, and of
+        expert_hidden, ffn_hidden, shared_hidden: inner size of an expert, of other layers, and of
             the expert that all tokens go to.
         moe_share: of the layers, those with experts.
         is_gated: whether an expert has three matrices, not two.
@@ -112,7 +112,7 @@ def expert_part(
     num_matrices = 3 if is_gated else 2
     experts = moe_share * num_matrices * topk * expert_hidden
     rest = moe_share * num_matrices * shared_hidden
-    rest += (1 - moe_share) * num_matrices * dense_hidden
+    rest += (1 - moe_share) * num_matrices * ffn_hidden
     return experts / (attention + experts + rest)
 
 

@@ -20,7 +20,7 @@ _CHUNKS = (
 
 def _has_virtual_stages(args: Any) -> bool:
     """Return whether ranks have several stages, before or after Megatron's validation."""
-    layout = args.pipeline_model_parallel_layout
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
     if isinstance(layout, str):
         num_stages = args.pipeline_model_parallel_size
         layout = PipelineParallelLayerLayout.from_str(layout, num_stages)

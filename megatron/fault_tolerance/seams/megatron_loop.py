@@ -374,7 +374,7 @@ def expert_part_of(args: argparse.Namespace) -> float:
         seq_length=args.seq_length,
         expert_hidden=args.moe_ffn_hidden_size or args.ffn_hidden_size,
         topk=args.moe_router_topk,
-        dense_hidden=args.ffn_hidden_size,
+        ffn_hidden=args.ffn_hidden_size,
         shared_hidden=args.moe_shared_expert_intermediate_size or 0,
         moe_share=sum(map(bool, pattern)) / len(pattern),
         is_gated=args.swiglu,

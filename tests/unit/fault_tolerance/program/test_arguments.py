@@ -101,7 +101,7 @@ REFUSED = {
     "--moe-ft-fault-report-grace-s nan": "--moe-ft-fault-report-grace-s=nan must be between 0 and 600: a "
     "launcher kills a slow rank after 30 seconds or so. Give a number of seconds.",
     "--moe-ft-allow-untested repair,gpus": "--moe-ft-allow-untested=repair,gpus must be some of megatron,"
-    "repair,roles,cuda-graphs. Name those that the refusal of a start names.",
+    "repair,sharing,late-gradients,cuda-graphs. Name those that the refusal of a start names.",
     "--cuda-graph-impl local": "--cuda-graph-impl=local is not supported with --moe-ft-strategy=dense: none "
     "has been captured or replayed beside moe_ft on one. Use --cuda-graph-impl none, or take the risk with "
     "--moe-ft-allow-untested cuda-graphs (docs/gpus.md).",

@@ -57,7 +57,7 @@ def test_part_of_experts_is_that_of_their_multiplications() -> None:
     assert part() == 48 / (48 + 48)
     assert part(is_gated=True) == 72 / (48 + 72)
     assert part(shared_hidden=24) == 48 / (48 + 48 + 48)
-    assert part(moe_share=0.5, dense_hidden=48) == 24 / (48 + 24 + 48)
+    assert part(moe_share=0.5, ffn_hidden=48) == 24 / (48 + 24 + 48)
 
 
 def test_iterations_of_a_degraded_job_are_those_counted_by_hand() -> None:
