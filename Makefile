@@ -117,7 +117,7 @@ docs-serve: .venv/installed
 # hour; bridge_recovery runs in .venv/bridge.
 BENCHMARKS := stall storage convert recovery_time other_layout planning scale agreement local_recovery flag_costs \
     kernels object_store kernel_code streams gradient_replicas replica_sources \
-    simulator_vs_measured report_speed spare_nodes elastic_nodes shared_roles parity_speed \
+    simulator_vs_measured report_speed spare_nodes elastic_nodes shared_roles shared_jobs parity_speed \
     corruption_checks papers.sparse_schedule papers.overhead papers.tables
 
 bench: .venv/installed

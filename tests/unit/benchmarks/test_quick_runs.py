@@ -10,7 +10,7 @@ import pytest
 from benchmarks.output import ROOT
 
 # Programs of ranks, which benchmarks start with torchrun or a wrapper.
-_OF_RANKS = {"bridge_rank", "inprocess_rank", "slow_stages"}
+_OF_RANKS = {"bridge_rank", "inprocess_rank", "slow_devices", "slow_stages"}
 BENCHMARKS = sorted(
     ".".join(path.relative_to(ROOT / "benchmarks").with_suffix("").parts)
     for path in (ROOT / "benchmarks").rglob("*.py")
