@@ -185,7 +185,11 @@ def shared_work(draw: Draw) -> dict[str, Any]:
         draw.strike(Kind.LOSE_NODES, lost[0], when=When.LINE, what="takes over", within_s=1.5)
     draw.strike(Kind.KILL_RANKS, draw.choice((0, 2)))
     flags = (*REPAIR, *DENSE, "--moe-ft-without-spare", "share")
-    return {"layout": {"pp": 2}, "flags": flags, "ranks_per_node": 1, "changes": {"clip_grad": 0.0}}
+    changes = {
+        "hidden_dropout": 0.0,
+        "bf16": False,
+    }  # peers draw other numbers, and round elsewhere
+    return {"layout": {"pp": 2}, "flags": flags, "ranks_per_node": 1, "changes": changes}
 
 
 def crowded_nodes(draw: Draw) -> dict[str, Any]:

@@ -143,10 +143,12 @@ def _judge_state(job: ChaosJob, place: Place, result: Result) -> None:
     digests = place.references.digests(job.base, NUM_RANKS)
     known = place.references.losses(job.base, NUM_RANKS)
     wrong = [rank for rank, found in _final_digests(job).items() if found != {digests[rank][1]}]
-    if wrong and not job.case.fewest:  # sums of fewer ranks have another order
+    # Sums of fewer ranks, and of micro-batches that peers share, have another order.
+    has_other_sums = bool(job.case.fewest) or "share" in job.case.flags
+    if wrong and not has_other_sums:
         result.add(Verdict.WRONG_STATE, f"ranks {wrong} have ended in another state")
     losses = [(line["iteration"], line["loss"]) for line in _events(job, "iteration")]
-    limit = _OTHER_SUMS if job.case.fewest else _CLOSE
+    limit = _OTHER_SUMS if has_other_sums else _CLOSE
     others = [(i, x) for i, x in losses if x is not None and not abs(x / known[i] - 1) <= limit]
     if others:
         problem = f"{len(others)} other losses; the first is {min(others)}"
