@@ -61,7 +61,6 @@ def row(
     case = CASES[name]
     size, lost = case.num_ranks, case.num_ranks - 1
     with job_folder(folder) as place:
-        os.environ |= {FOLDER: str(place.log), FORWARD_S: str(options.forward_s)}
         changes = {
             "train_iters": _ENDLESS,
             "log_interval": _ENDLESS,  # those of experts need collectives between iterations
@@ -116,6 +115,8 @@ def main() -> None:
         forward_s=(0.2, 0.05, "of a pass of a micro-batch on a stage"),
     )
     with data_folder() as (folder, data):
+        # Ranks are forks of a process that has begun with these.
+        os.environ |= {FOLDER: str(folder), FORWARD_S: str(options.forward_s)}
         rows = [
             row(name, answer, folder, data, options)
             for name in options.layouts
