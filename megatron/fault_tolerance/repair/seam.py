@@ -50,6 +50,7 @@ from moe_ft.cluster.link import Heart
 from moe_ft.cluster.member import Member, Standing, own_member
 from moe_ft.cluster.rounds import Rounds
 from moe_ft.config.config import MoeFtConfig
+from moe_ft.config.lost_nodes import CROWDED
 from moe_ft.errors import CorruptionError, RepairError, SnapshotError
 from moe_ft.loop.checkpoints import Checkpoints, site_of
 from moe_ft.loop.failure_report import FailureReport
@@ -361,7 +362,7 @@ def _installed(
     if args.rank == 0 and (line := line_on_gloo_groups(args)):
         warn(line)
     listeners.loop.without_spare = answer = answer_to_lost_nodes(config, args, member)
-    if answer in ("crowd", "share"):
+    if answer in CROWDED:
         where = partial(site_of, listeners.find(Checkpoints))
         listeners.add(Crowding(config, member, where, uses_nccl=on_gpus))
     links = Links(member, _transports(args))
@@ -407,10 +408,13 @@ def _sharing(
             yield data_sets, None
             return
         check_job(args)
+        host_rank = None  # in a job that crowds, guests run their own micro-batches
+        if member is not None and answer == "share":
+            host_rank = member.assignment.host_rank
         sharing = Sharing(
             data_sets,
             listeners.loop,
-            None if member is None else member.assignment.host_rank,
+            host_rank,
             is_joining=member is not None and member.standing is Standing.JOINING,
             late=late,
         )
