@@ -7,7 +7,6 @@ node. So a rank that shares a device is slow of itself, and ranks that share cor
 
 import fcntl
 import os
-import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from megatron.core.pipeline_parallel import schedules
 
 import pretrain_gpt_moe
+from benchmarks.slow_stages import lasting
 from megatron.fault_tolerance.seams.patching import Patches
 
 FOLDER, FORWARD_S = "BENCHMARK_DEVICES", "BENCHMARK_FORWARD_S"
@@ -23,15 +23,13 @@ FOLDER, FORWARD_S = "BENCHMARK_DEVICES", "BENCHMARK_FORWARD_S"
 
 def holding(function: Callable[..., Any], seconds: float, path: Path) -> Callable[..., Any]:
     """Return a function that does the same and holds a device for so long."""
+    slept = lasting(function, seconds)
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with path.open("a") as device:
             fcntl.flock(device, fcntl.LOCK_EX)
-            end_s = time.monotonic() + seconds
-            result = function(*args, **kwargs)
-            time.sleep(max(0.0, end_s - time.monotonic()))
-        return result
+            return slept(*args, **kwargs)
 
     return call
 

@@ -453,7 +453,7 @@ class PipelineLog(LoopListener):
     def begin_attempt(self) -> None:
         """Begin the log of the iteration, or begin it again."""
         is_usual = self._loop.is_in_iteration and not self._loop.is_replaying
-        # What peers send each other for a stage is no log of that stage: it is then not replayed alone.
+        # Peers receive a part of what a stage receives then: without a log it is not replayed alone.
         if self._log is not None and is_usual and not self._loop.shared:
             self._log.begin(self._loop.iteration, self._checkpoints.last_numbers())
 

@@ -191,12 +191,17 @@ def _listed(each: tuple[object, ...]) -> str:
     return " ".join(map(str, each)) or "-"
 
 
+def _seated(node: str, slot: int, round: int, lost: str, host: int | None) -> str:
+    text = f"seat {node} {slot}"
+    if round:
+        text += f" in round {round} for {lost}"
+    if host is not None:
+        text += f" beside {host}"
+    return text
+
+
 _TEXTS: dict[type[Command], Callable[..., str]] = {
-    Seat: lambda node, slot, round, lost, host: (
-        f"seat {node} {slot}"
-        + f" in round {round} for {lost}" * bool(round)
-        + f" beside {host}" * (host is not None)
-    ),
+    Seat: _seated,
     EndSlot: lambda node, slot: f"end {slot} on {node}",
     Strike: lambda nodes, why: f"strike {_listed(nodes)}: {why}",
     Declare: lambda slots, is_loss: f"declare {_listed(slots)}" + " moved" * (not is_loss),

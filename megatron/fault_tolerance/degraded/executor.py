@@ -251,7 +251,8 @@ class Mail:
             for kind in _STEP
         }
         self._place = place
-        self._shape, self._empty_shape = map(tuple, shapes)
+        self._shape = tuple(shapes[0])
+        self._empty_shape = tuple(shapes[1])
         self._dtype = dtype
         self._links = dict(zip(_STEP, links, strict=True))
         self._arrived: dict[tuple[OpKind, Any], torch.Tensor] = {}

@@ -93,13 +93,12 @@ class Sharing:
     def _plan(self, num_micro_batches: int) -> Schedule:
         """Return the schedule of iterations with so many micro-batches, until `begin` is called again."""
         if num_micro_batches not in self._planned:
-            args, is_split = get_args(), self._late is not None
             self._planned[num_micro_batches] = plan_schedule(
-                layout_of_job(args).pipelines(num_micro_batches),
+                layout_of_job(get_args()).pipelines(num_micro_batches),
                 self._hosts,
-                expert_part=expert_part_of(args),
-                is_split=is_split,
-                most_more_held=self._most_more_of_all if self._hosts or is_split else 0,
+                expert_part=expert_part_of(get_args()),
+                is_split=self._late is not None,
+                most_more_held=self._most_more_of_all,
             )
         return self._planned[num_micro_batches]
 
